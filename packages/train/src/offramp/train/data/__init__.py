@@ -1,0 +1,1 @@
+"""Rows of text -> token batches, in an order that is deterministic, rank-aware and resumable."""

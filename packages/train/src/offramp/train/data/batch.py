@@ -1,0 +1,46 @@
+"""What the data side hands to the training side: one batch of token rows.
+
+Legend: B batch (rows), T time (positions in a row).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+IGNORED_LABEL = -100
+"""The label of a position that is not trained on (PyTorch's and Hugging Face's convention)."""
+
+
+class TokenBatch(NamedTuple):
+    """Rows of packed or padded examples, all of one length.
+
+    A named tuple and not a dataclass: Lightning, DeepSpeed and `torch.distributed` all walk tuples of tensors when
+    they move, split or send a batch.
+
+    Attributes:
+        input_ids: [B, T] int64.
+        labels: [B, T] int64, already shifted: `labels[b, t]` is the token that `input_ids[b, t]` should predict,
+            `IGNORED_LABEL` where nothing is trained.
+        segment_ids: [B, T] int64: 0, 1, ... for the examples packed in a row, in order. Padding forms the last
+            segment of its row, so that every position can attend at least to itself and no attention row is empty.
+            Positions restart at 0 in every segment.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    segment_ids: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """B, the number of rows."""
+        return self.input_ids.shape[0]
+
+    def num_trained_tokens(self) -> torch.Tensor:
+        """The number of positions with a label, as a scalar int64 tensor."""
+        return (self.labels != IGNORED_LABEL).sum()
+
+    def rows(self, start: int, stop: int) -> TokenBatch:
+        """Rows `start` up to `stop`: a micro-batch."""
+        return TokenBatch(*(tensor[start:stop] for tensor in self))

@@ -1,0 +1,1 @@
+"""Runs and models in MLflow: the logger, the registry, and the model flavour they share."""
