@@ -1,0 +1,1 @@
+"""What training and serving must agree on: the model, its exits, the checkpoint directory and the command line."""

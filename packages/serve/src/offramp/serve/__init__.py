@@ -1,0 +1,1 @@
+"""Serving of early-exit models: the batching engine, the OpenAI protocol, TorchServe and the benchmark."""

@@ -1,0 +1,1 @@
+"""Training of early-exit models: data, losses, Lightning modules, the DeepSpeed pipeline, tracking and export."""
