@@ -1,0 +1,273 @@
+"""The checkpoint directory: what train writes is what serve reads, and it stays an ordinary Hugging Face directory.
+
+    config.json generation_config.json tokenizer files model.safetensors     plain Hugging Face; final exit only
+    exits.safetensors    weights of the exit heads; absent tensors are tied
+    exits.json           schema version, exits, policy, calibration record, provenance, hashes
+
+Loading is strict: a missing, extra or misshapen tensor, a hash that differs or an unknown schema version is an error that
+names the path and the remedy. Nothing is ever served with random weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offramp.common.errors import OfframpError
+from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.policy import ExitPolicy
+from offramp.common.hf import read_json, read_tensors, read_weights, weight_files, write_weights
+from offramp.common.model.config import ModelConfig
+from offramp.common.model.transformer import MultiExitTransformer
+
+SCHEMA_VERSION = 1
+EXITS_JSON, EXITS_WEIGHTS = "exits.json", "exits.safetensors"
+_EXIT_PREFIX = "exits."
+# Files beside the weights that make a directory complete for transformers: tokenizer, chat template, generation defaults.
+_ASSETS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "LICENSE*",
+)
+
+
+@dataclass
+class Checkpoint:
+    """A model and all that is known about it.
+
+    Attributes:
+        model: with weights, in evaluation mode.
+        hf_config: `config.json`, verbatim.
+        policy: thresholds to exit by; None when none were ever set, which means full depth.
+        calibration: how the policy was found.
+        provenance: where the weights come from (run id, config hash, data, ...).
+        path: the directory, absent for a model made in memory.
+    """
+
+    model: MultiExitTransformer
+    hf_config: dict[str, Any]
+    policy: ExitPolicy | None = None
+    calibration: dict[str, Any] | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape of the model."""
+        return self.model.config
+
+    @property
+    def exits(self) -> ExitConfig:
+        """Its early exits."""
+        return self.model.exit_config
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every token id that ends a text: the union of what the generation config and the model config list."""
+        found: list[int] = []
+        generation = self.path / "generation_config.json" if self.path else None
+        for source in (read_json(generation) if generation and generation.is_file() else {}, self.hf_config):
+            ids = source.get("eos_token_id")
+            found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        return tuple(dict.fromkeys(int(token) for token in found))
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    exits: ExitConfig | None = None,
+    verify: bool = True,
+) -> Checkpoint:
+    """Load a checkpoint directory, or a plain Hugging Face one (a model without early exits).
+
+    Args:
+        path: the directory.
+        dtype: convert weights; as stored if None.
+        exits: declare exits that need no weights of their own (head `final` or `bare`, tied) on a plain directory, as for
+            LayerSkip models, whose exits share the final norm and head.
+        verify: compare the hashes in `exits.json`.
+
+    Raises:
+        OfframpError: anything is missing, superfluous, of another shape, or not what the hashes say.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise OfframpError(f"{directory} is not a directory; give a checkpoint directory.")
+    hf_config = read_json(directory / "config.json")
+    config = ModelConfig.from_hf(hf_config)
+    record: dict[str, Any] = {}
+    if (directory / EXITS_JSON).is_file():
+        if exits is not None:
+            raise OfframpError(f"{directory} already has exits of its own ({EXITS_JSON}); do not declare others.")
+        record = _read_record(directory, verify)
+        exits = ExitConfig.from_json(record["exits"])
+    exits = exits or ExitConfig()
+    weights = read_weights(directory, config.tie_word_embeddings)
+    if (directory / EXITS_WEIGHTS).is_file():
+        weights |= read_tensors(directory / EXITS_WEIGHTS)
+    with torch.device("meta"):
+        model = MultiExitTransformer(config, exits)
+    _check_tensors(directory, model, weights)
+    model.load_state_dict(weights, assign=True)
+    model.requires_grad_(True)
+    policy = ExitPolicy.from_json(record["policy"]) if record.get("policy") else None
+    if policy is not None:
+        policy.check(exits.layers)
+    return Checkpoint(
+        model=model.to(dtype=dtype).eval(),
+        hf_config=hf_config,
+        policy=policy,
+        calibration=record.get("calibration"),
+        provenance=record.get("provenance", {}),
+        path=directory,
+    )
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    checkpoint: Checkpoint,
+    *,
+    assets: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a checkpoint directory; it appears whole or not at all.
+
+    Args:
+        path: directory to create.
+        checkpoint: what to write.
+        assets: directory to copy tokenizer and generation files from; the checkpoint's own path if None.
+        overwrite: replace an existing checkpoint directory.
+    """
+    target = Path(path)
+    source = Path(assets) if assets is not None else checkpoint.path
+    with _replacing(target, overwrite) as scratch:
+        state = checkpoint.model.state_dict()
+        backbone = {name: tensor for name, tensor in state.items() if not name.startswith(_EXIT_PREFIX)}
+        heads = {name: tensor.cpu().contiguous() for name, tensor in state.items() if name.startswith(_EXIT_PREFIX)}
+        write_weights(scratch, backbone)
+        hf_config = {**checkpoint.hf_config, "dtype": str(next(iter(state.values())).dtype).removeprefix("torch.")}
+        hf_config.pop("torch_dtype", None)
+        (scratch / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
+        if heads:
+            save_file(heads, scratch / EXITS_WEIGHTS, metadata={"format": "pt"})
+        if source is not None:
+            for pattern in _ASSETS:
+                for file in source.glob(pattern):
+                    if file.is_file():
+                        shutil.copy2(file, scratch / file.name)
+        if checkpoint.exits.layers:
+            write_record(scratch, checkpoint)
+    return target
+
+
+def write_record(directory: Path, checkpoint: Checkpoint) -> None:
+    """Write `exits.json` for the weights that lie in `directory` (a new policy or calibration needs nothing else)."""
+    files = [*weight_files(directory), directory / EXITS_WEIGHTS]
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "exits": checkpoint.exits.to_json(),
+        "policy": checkpoint.policy.to_json() if checkpoint.policy else None,
+        "calibration": checkpoint.calibration,
+        "provenance": checkpoint.provenance,
+        "sha256": {file.name: sha256(file) for file in files if file.is_file()},
+    }
+    text = json.dumps(record, indent=2) + "\n"
+    scratch = directory / f".{EXITS_JSON}.{os.getpid()}"
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(directory / EXITS_JSON)
+
+
+def sha256(file: Path) -> str:
+    """Hex digest of a file."""
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(handle)
+
+
+def _digest(handle: Any) -> str:
+    # Python 3.10 has no hashlib.file_digest.
+    digest = hashlib.sha256()
+    while chunk := handle.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read_record(directory: Path, verify: bool) -> dict[str, Any]:
+    path = directory / EXITS_JSON
+    record = read_json(path)
+    if (version := record.get("schema_version")) != SCHEMA_VERSION:
+        raise OfframpError(
+            f"{path} has schema version {version!r}, this Offramp reads {SCHEMA_VERSION}; export it again, or install a "
+            "matching Offramp."
+        )
+    if unknown := set(record) - {"schema_version", "exits", "policy", "calibration", "provenance", "sha256"}:
+        raise OfframpError(f"{path} has unknown sections {sorted(unknown)}.")
+    if "exits" not in record:
+        raise OfframpError(f"{path} lacks the section 'exits'.")
+    if verify:
+        for name, expected in record.get("sha256", {}).items():
+            file = directory / name
+            if not file.is_file():
+                raise OfframpError(f"{file} is missing, although {path} lists it; copy the whole directory again.")
+            if sha256(file) != expected:
+                raise OfframpError(
+                    f"{file} is not the file that {path} was written for (its SHA-256 differs); copy the whole directory "
+                    "again, or export it again."
+                )
+    return record
+
+
+def _check_tensors(directory: Path, model: MultiExitTransformer, weights: Mapping[str, Tensor]) -> None:
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if missing := sorted(expected.keys() - weights.keys()):
+        raise OfframpError(
+            f"{directory} lacks {len(missing)} tensors, the first is {missing[0]!r}; the directory is incomplete or its "
+            "config.json belongs to another model."
+        )
+    if extra := sorted(weights.keys() - expected.keys()):
+        raise OfframpError(
+            f"{directory} holds {len(extra)} tensors the model does not have, the first is {extra[0]!r}; its config.json or "
+            f"{EXITS_JSON} belongs to another model."
+        )
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise OfframpError(
+                f"{directory}: tensor {name!r} has shape {list(weights[name].shape)}, the config says {list(shape)}."
+            )
+
+
+@contextmanager
+def _replacing(target: Path, overwrite: bool) -> Iterator[Path]:
+    """A scratch directory that becomes `target` when all went well."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        if not overwrite:
+            raise OfframpError(f"{target} already exists; choose another directory or remove it.")
+        if not (target / "config.json").is_file():
+            raise OfframpError(f"{target} exists and is not a checkpoint directory, so it is not overwritten.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield scratch
+        scratch.chmod(0o755)
+        if target.exists():
+            shutil.rmtree(target)
+        scratch.replace(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

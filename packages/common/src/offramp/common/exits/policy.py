@@ -1,0 +1,95 @@
+"""The exit policy: what is measured, what it must exceed at each exit, and from which layer on. Plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from offramp.common.errors import OfframpError
+
+Measure = Literal["max_probability", "margin", "entropy", "cosine"]
+
+
+@dataclass(frozen=True)
+class ExitPolicy:
+    """When a token may leave.
+
+    Attributes:
+        measure: confidence measure, in (-inf, 1].
+        thresholds: exit layer -> value that the confidence must exceed; an exit without one is not used. A threshold of
+            1 or more means never.
+        min_layer: exits below this layer are not used.
+        decay: tau of CALM's decaying threshold (section 3.3, eq. 5): at step t of at most N the threshold is
+            clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1), so early tokens, whose errors everything later inherits, must
+            be surer. None keeps thresholds constant.
+        shortlist: token ids over which logit measures are computed; None is the whole vocabulary. An exit whose best
+            shortlisted token is not the best token overall may still leave, and then says the best token overall.
+    """
+
+    measure: Measure = "margin"
+    thresholds: Mapping[int, float] = field(default_factory=dict)
+    min_layer: int = 0
+    decay: float | None = None
+    shortlist: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.measure not in get_args(Measure):
+            raise OfframpError(
+                f"confidence measure {self.measure!r} is unknown; choose one of {', '.join(get_args(Measure))}."
+            )
+        if any(math.isnan(value) for value in self.thresholds.values()):
+            raise OfframpError("an exit threshold is NaN; give a number.")
+        if self.decay is not None and self.decay < 0:
+            raise OfframpError(f"decay {self.decay} must be 0 or more.")
+        if self.shortlist is not None and len(self.shortlist) < 2:
+            raise OfframpError(f"a shortlist of {len(self.shortlist)} tokens is too short; it needs at least 2.")
+
+    def threshold(self, layer: int, step: int, max_steps: int) -> float:
+        """Value the confidence must exceed at an exit; infinity where the exit is not used.
+
+        Args:
+            layer: exit layer.
+            step: tokens generated so far by this sequence.
+            max_steps: most tokens it may generate.
+        """
+        value = self.thresholds.get(layer)
+        if value is None or layer < self.min_layer:
+            return math.inf
+        if self.decay is None:
+            return value
+        value = 0.9 * value + 0.1 * math.exp(-self.decay * step / max(max_steps, 1))
+        return min(max(value, 0.0), 1.0)
+
+    def with_threshold(self, value: float, layers: Iterable[int]) -> ExitPolicy:
+        """The same policy with one threshold at all of `layers`."""
+        return replace(self, thresholds=dict.fromkeys(layers, value))
+
+    def check(self, exit_layers: Iterable[int]) -> None:
+        """Raise `OfframpError` if a threshold names a layer where the model has no exit."""
+        known = set(exit_layers)
+        if wrong := sorted(set(self.thresholds) - known):
+            raise OfframpError(f"thresholds name layers {wrong}, but the model has exits at {sorted(known)}.")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain containers for `exits.json`."""
+        return {
+            "measure": self.measure,
+            "thresholds": {str(layer): value for layer, value in sorted(self.thresholds.items())},
+            "min_layer": self.min_layer,
+            "decay": self.decay,
+            "shortlist": None if self.shortlist is None else list(self.shortlist),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ExitPolicy:
+        """Inverse of `to_json`; an unknown field is an error."""
+        try:
+            fields = dict(data)
+            fields["thresholds"] = {int(layer): float(value) for layer, value in fields["thresholds"].items()}
+            if fields.get("shortlist") is not None:
+                fields["shortlist"] = tuple(int(token) for token in fields["shortlist"])
+            return cls(**fields)
+        except (TypeError, KeyError, ValueError, AttributeError) as fault:
+            raise OfframpError(f"exits.json: the section 'policy' is not understood: {fault}.") from None

@@ -1,0 +1,99 @@
+"""Reading and writing the plain Hugging Face part of a checkpoint directory: config, weights, and their names.
+
+Our parameter names are Hugging Face's without the leading `model.`, so the mapping is that prefix and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from offramp.common.errors import OfframpError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Buffers that old Llama checkpoints carry; they are derived from the config and hold nothing.
+_DERIVED = ("rotary_emb.inv_freq",)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, or raise an `OfframpError` that names the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise OfframpError(f"{path} does not exist; {path.parent} is not a complete checkpoint directory.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as fault:
+        raise OfframpError(f"{path} is not valid JSON: {fault}.") from None
+    if not isinstance(data, dict):
+        raise OfframpError(f"{path} must hold a JSON object, not {type(data).__name__}.")
+    return data
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory: the single one, or the shards that the index names."""
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    if (directory / INDEX).is_file():
+        names = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
+        files = [directory / name for name in names]
+        if not files or (missing := [file.name for file in files if not file.is_file()]):
+            raise OfframpError(f"{directory / INDEX} names shards that are not there: {missing if files else 'none'}.")
+        return files
+    if any(directory.glob("*.bin")):
+        raise OfframpError(
+            f"{directory} holds pickled weights (*.bin), which Offramp never loads; save them again as safetensors "
+            "(transformers: save_pretrained)."
+        )
+    raise OfframpError(f"{directory} holds neither {SINGLE} nor {INDEX}; it is not a complete checkpoint directory.")
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as fault:
+        raise OfframpError(f"{file} cannot be read as safetensors: {fault}; it may be cut short, copy it again.") from None
+
+
+def read_weights(directory: Path, tied: bool) -> dict[str, Tensor]:
+    """Backbone weights under our names.
+
+    Args:
+        directory: with `model.safetensors` or shards.
+        tied: the config says that the unembedding is the embedding; a stored copy must then be equal.
+    """
+    weights: dict[str, Tensor] = {}
+    for file in weight_files(directory):
+        for name, tensor in read_tensors(file).items():
+            if not name.endswith(_DERIVED):
+                weights[name.removeprefix("model.")] = tensor
+    if tied and "lm_head.weight" in weights:
+        head = weights.pop("lm_head.weight")
+        if "embed_tokens.weight" in weights and not torch.equal(head, weights["embed_tokens.weight"]):
+            raise OfframpError(
+                f"{directory}: config.json ties the unembedding to the embedding, but the stored tensors differ; set "
+                "tie_word_embeddings to false in config.json."
+            )
+    return weights
+
+
+def write_weights(directory: Path, weights: Mapping[str, Tensor], max_shard_size: str = "5GB") -> None:
+    """Write backbone weights (our names) as Hugging Face does: one file, or shards and an index."""
+    named = {
+        (name if name.startswith("lm_head.") else f"model.{name}"): tensor.detach().cpu().contiguous()
+        for name, tensor in weights.items()
+    }
+    split = split_torch_state_dict_into_shards(named, max_shard_size=max_shard_size)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: named[name] for name in names}, directory / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
