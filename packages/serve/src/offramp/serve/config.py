@@ -1,0 +1,93 @@
+"""The settings of one engine. What belongs to one request lies in `offramp.serve.request`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from offramp.common.errors import OfframpError
+
+SyncPolicy = Literal["all", "regroup"]
+"""`all`: rows leave only together, once every row of the iteration is sure; `regroup`: each row leaves on its own."""
+
+Dtype = Literal["float32", "bfloat16"]
+
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings that hold for every request of an engine.
+
+    Attributes:
+        block_size: tokens per block of the KV cache.
+        num_blocks: blocks in the KV cache. Give this or `kv_cache_bytes`, not both.
+        kv_cache_bytes: bytes for the keys and values of all layers; None, with `num_blocks` None, is 1 GiB.
+        max_num_seqs: most requests (sequences) in one iteration.
+        max_tokens_per_iteration: token budget: most rows, of prompts and generated tokens together, in one iteration.
+            At least `max_num_seqs`, so that every running request can advance in every iteration. A longer prompt is
+            prefilled in chunks.
+        max_waiting: most requests that wait for a seat; one more is refused (`QueueFullError`).
+        max_model_len: most tokens of one request, prompt and completion together; None is the model's own limit.
+        sync_policy: when rows that are sure may leave an iteration; see `SyncPolicy`.
+        dtype: of weights, states and KV cache; logits, confidences and sampling are always float32.
+        num_threads: CPU threads of the engine's operations; None leaves torch's own choice.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    max_num_seqs: int = 32
+    max_tokens_per_iteration: int = 512
+    max_waiting: int = 256
+    max_model_len: int | None = None
+    sync_policy: SyncPolicy = "regroup"
+    dtype: Dtype = "float32"
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_tokens_per_iteration", "max_waiting"):
+            _check_count(name, getattr(self, name))
+        for name in ("num_blocks", "kv_cache_bytes", "max_model_len", "num_threads"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+            raise OfframpError(
+                f"num_blocks {self.num_blocks} and kv_cache_bytes {self.kv_cache_bytes} both give the size of the KV "
+                "cache; give one of them."
+            )
+        if self.max_tokens_per_iteration < self.max_num_seqs:
+            raise OfframpError(
+                f"max_tokens_per_iteration {self.max_tokens_per_iteration} is below max_num_seqs {self.max_num_seqs}, "
+                "so running requests would have to wait for each other; raise the first or lower the second."
+            )
+        if self.sync_policy not in get_args(SyncPolicy):
+            raise OfframpError(
+                f"sync policy {self.sync_policy!r} is unknown; choose one of {', '.join(get_args(SyncPolicy))}."
+            )
+        if self.dtype not in get_args(Dtype):
+            raise OfframpError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(get_args(Dtype))}.")
+
+    def cache_blocks(self, block_bytes: int) -> int:
+        """Number of blocks in the KV cache.
+
+        Args:
+            block_bytes: bytes of one block, keys and values of all layers together.
+
+        Raises:
+            OfframpError: if not one block fits into `kv_cache_bytes`.
+        """
+        if self.num_blocks is not None:
+            return self.num_blocks
+        budget = DEFAULT_KV_CACHE_BYTES if self.kv_cache_bytes is None else self.kv_cache_bytes
+        if budget < block_bytes:
+            raise OfframpError(
+                f"kv_cache_bytes {budget} holds no block: one block of {self.block_size} tokens takes {block_bytes} "
+                "bytes; raise it."
+            )
+        return budget // block_bytes
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OfframpError(f"{name} {value!r} must be a whole number of at least 1.")

@@ -1,0 +1,1 @@
+"""The paged key/value cache: which blocks are whose (no tensors), and the tensors themselves."""

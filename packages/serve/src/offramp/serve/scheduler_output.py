@@ -1,0 +1,62 @@
+"""The one contract between the scheduler and whatever runs the model: what the next iteration computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from offramp.serve.request import Request
+
+
+class Phase(Enum):
+    """What the rows of a request are. Said outright: a position cannot tell (a prompt may be one token long)."""
+
+    PREFILL = auto()
+    """Tokens of the prompt; they never exit early."""
+    DECODE = auto()
+    """One generated token, which may exit early."""
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """The rows of one request in one iteration: consecutive tokens of prompt and output as one sequence.
+
+    Attributes:
+        request: whose rows; read only for whoever runs the model.
+        phase: prefill or decode; one iteration never mixes the two within a request.
+        start: position of the first row, from 0. Keys and values of every earlier position are in the cache.
+        num_tokens: number of rows.
+        block_table: ids of all blocks that the request owns, in the order of its positions: position p lies in block
+            `block_table[p // block_size]` at slot `p % block_size`. The same for the whole life of the request.
+        samples: whether the last row predicts a token. False for every chunk of a prompt but the last.
+    """
+
+    request: Request
+    phase: Phase
+    start: int
+    num_tokens: int
+    block_table: tuple[int, ...]
+    samples: bool
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the rows."""
+        return self.request.tokens(self.start, self.start + self.num_tokens)
+
+
+@dataclass(frozen=True)
+class SchedulerOutput:
+    """What one iteration runs.
+
+    Attributes:
+        iteration: counts from 0.
+        scheduled: requests with rows in this iteration: decodes first, then prefills, each in order of admission.
+    """
+
+    iteration: int
+    scheduled: tuple[ScheduledRequest, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the iteration."""
+        return sum(item.num_tokens for item in self.scheduled)
