@@ -1,0 +1,1 @@
+"""The subcommands of `offramp` that serve a model."""

@@ -1,0 +1,259 @@
+"""A background loop around an engine: requests in from any thread, outputs out to sinks.
+
+The engine iterates at its own pace in one thread, so nothing that happens in a web server can hold an iteration up, and
+the engine needs no locks. A request's sink is called in that thread, in order, and never again after it was told that
+the request is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from offramp.serve.request import Request, RequestOutput
+
+log = logging.getLogger(__name__)
+
+
+class SteppingEngine(Protocol):
+    """What the loop needs of an engine; all of it is called in the loop's thread only."""
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether another step has anything to do."""
+        ...
+
+    def add_request(self, request: Request) -> None:
+        """Takes a request in; raises for one that it cannot run."""
+        ...
+
+    def cancel(self, request_id: str) -> object:
+        """Forgets a request and frees what it held."""
+        ...
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Runs one iteration."""
+        ...
+
+
+class Sink(Protocol):
+    """Where a request's outputs go. Called in the engine's thread, so both return at once."""
+
+    def put(self, output: RequestOutput) -> None:
+        """Takes the newest output; one with a `finish_reason` is the last."""
+        ...
+
+    def fail(self, request_id: str, cause: Exception) -> None:
+        """The request is over without an answer."""
+        ...
+
+
+class EngineStoppedError(RuntimeError):
+    """The loop has ended, by an error in the engine or because it was closed."""
+
+
+class QueueFullError(RuntimeError):
+    """The engine already holds as many requests as it takes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the engine already holds {limit} requests, its limit")
+        self.limit = limit
+
+
+class OrphanedError(RuntimeError):
+    """Nobody has asked for the request's output for a whole lease."""
+
+
+class EngineThread:
+    """Runs an engine in a thread of its own.
+
+    Args:
+        engine: The engine; from now on only this object calls it.
+        max_requests: Most requests running and waiting together; more are refused with `QueueFullError`.
+        lease_s: Seconds after which requests are cancelled when nobody has attended to the loop (see `attended`).
+            None never cancels: right where the caller itself holds the requests.
+        on_iteration: Called in the loop's thread after each iteration's outputs were delivered, with those outputs,
+            and with none when something else happened: a failure, or the end of work.
+    """
+
+    def __init__(
+        self,
+        engine: SteppingEngine,
+        *,
+        max_requests: int,
+        lease_s: float | None = None,
+        on_iteration: Callable[[Sequence[RequestOutput]], None] = lambda outputs: None,
+    ) -> None:
+        self.max_requests = max_requests
+        self._engine = engine
+        self._lease_s = lease_s
+        self._on_iteration = on_iteration
+        self._condition = threading.Condition()
+        self._arrivals: list[Request] = []
+        self._cancelled: list[str] = []
+        self._sinks: dict[str, Sink] = {}
+        self._started: set[str] = set()  # requests that have had an output; the others still wait or are in prefill
+        self._closing = False
+        self._stopped: Exception | None = None
+        self._attending = 0
+        self._attended_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the loop has ended; None while it runs."""
+        return self._stopped
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have had an output and are not finished."""
+        return len(self._started)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without an output yet."""
+        return len(self._sinks) - len(self._started)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Hands a request to the engine; see `submit_all`."""
+        self.submit_all([request], sink)
+
+    def submit_all(self, requests: Sequence[Request], sink: Sink) -> None:
+        """Hands over requests that share a sink: all of them or none.
+
+        Raises:
+            EngineStoppedError: The loop has ended; the cause is chained.
+            QueueFullError: There is no room for all of them now.
+        """
+        with self._condition:
+            if self._stopped is not None:
+                raise EngineStoppedError(_sentence(self._stopped)) from self._stopped
+            if len(self._sinks) + len(requests) > self.max_requests:
+                raise QueueFullError(self.max_requests)
+            for request in requests:
+                assert request.request_id not in self._sinks, f"request id {request.request_id!r} is in use"
+                self._sinks[request.request_id] = sink
+            self._arrivals.extend(requests)
+            self._attended_at = time.monotonic()
+            self._condition.notify()
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request whose answer nobody waits for; its sink hears nothing more.
+
+        Returns:
+            Whether it was still live.
+        """
+        with self._condition:
+            if self._forget(request_id) is None:
+                return False
+            self._cancelled.append(request_id)
+            self._condition.notify()
+            return True
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Renews the lease: somebody is here who would cancel what is not wanted any more."""
+        with self._condition:
+            self._attending += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._attending -= 1
+                self._attended_at = time.monotonic()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stops after the iteration that runs now; every live request fails."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while self._take_work():
+                outputs = self._engine.step() if self._engine.has_unfinished else []
+                self._deliver(outputs)
+                self._after_iteration(outputs)
+            cause: Exception = EngineStoppedError("the engine was closed")
+        except Exception as error:  # whatever it was, every sink must hear of it
+            log.exception("The engine loop has died")
+            cause = error
+        with self._condition:
+            self._stopped = cause
+            live = list(self._sinks.items())
+            self._sinks.clear()
+            self._started.clear()
+        for request_id, sink in live:
+            sink.fail(request_id, cause)
+        self._after_iteration([])
+
+    def _take_work(self) -> bool:
+        """Waits for something to do and hands arrivals and cancellations to the engine; False to stop."""
+        with self._condition:
+            while not (self._arrivals or self._cancelled or self._closing or self._engine.has_unfinished):
+                self._condition.wait()
+            if self._closing:
+                return False
+            arrivals, self._arrivals = self._arrivals, []
+            cancelled, self._cancelled = self._cancelled, []
+            orphans = list(self._sinks) if self._lease_has_run_out() else []
+        for request_id in orphans:
+            # A front that was only slow, not gone, finds the failure and can end its response.
+            self._fail(request_id, OrphanedError(f"nobody asked for the output for {self._lease_s:g} s"))
+        cancelled += orphans
+        dropped = set(cancelled)
+        for request in arrivals:
+            if request.request_id in dropped:
+                continue
+            try:
+                self._engine.add_request(request)
+            except Exception as error:
+                self._fail(request.request_id, error)
+        arrived = {request.request_id for request in arrivals}
+        for request_id in cancelled:
+            if request_id not in arrived:
+                self._engine.cancel(request_id)
+        return True
+
+    def _lease_has_run_out(self) -> bool:
+        if self._lease_s is None or self._attending:
+            return False
+        return time.monotonic() - self._attended_at > self._lease_s
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            with self._condition:
+                sink = self._sinks.get(output.request_id)
+                if sink is None:  # cancelled while the iteration ran
+                    continue
+                self._started.add(output.request_id)
+                if output.finish_reason is not None:
+                    self._forget(output.request_id)
+            sink.put(output)
+
+    def _fail(self, request_id: str, cause: Exception) -> None:
+        with self._condition:
+            sink = self._forget(request_id)
+        if sink is not None:
+            sink.fail(request_id, cause)
+
+    def _forget(self, request_id: str) -> Sink | None:
+        self._started.discard(request_id)
+        return self._sinks.pop(request_id, None)
+
+    def _after_iteration(self, outputs: Sequence[RequestOutput]) -> None:
+        try:
+            self._on_iteration(outputs)
+        except Exception:
+            log.exception("The engine loop's observer failed; the loop goes on")
+
+
+def _sentence(error: Exception) -> str:
+    """An error for a client: what it says, or at least what it is."""
+    return str(error).partition("\n")[0] or type(error).__name__

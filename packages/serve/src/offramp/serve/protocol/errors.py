@@ -1,0 +1,103 @@
+"""Errors as OpenAI's API says them: a true status code and one error object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PHRASES: Mapping[int, str] = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+"""The reason phrase of every status code that the service uses."""
+
+
+@dataclass
+class ApiError(Exception):
+    """A request that cannot be answered, and why.
+
+    Attributes:
+        status: HTTP status code, one of `PHRASES`.
+        message: One sentence for the client.
+        type: OpenAI's class of error, such as ``invalid_request_error``.
+        param: The request's field at fault.
+        code: OpenAI's machine-readable reason, such as ``context_length_exceeded``.
+        headers: Further response headers, such as ``Retry-After``.
+    """
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body: ``{"error": {...}}``."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request itself is at fault."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def prompt_too_long(num_tokens: int, max_tokens: int | None, limit: int, param: str, what: str = "context") -> ApiError:
+    """400: the prompt, or the prompt with the completion asked for, can never fit.
+
+    Args:
+        num_tokens: Length of the prompt in tokens.
+        max_tokens: Length of the completion asked for in tokens; None when the prompt alone is too long.
+        limit: The most tokens of prompt and completion together.
+        param: The field that carries the prompt.
+        what: ``context`` when the model's context is the limit, ``cache`` when the server's KV cache is.
+    """
+    subject = "This model's maximum context length is" if what == "context" else "This server's KV cache holds"
+    asked = f"your prompt has {num_tokens} tokens"
+    if max_tokens is not None:
+        asked += f" and you asked for {max_tokens} more, {num_tokens + max_tokens} together"
+    remedy = "shorten the prompt" if max_tokens is None else "shorten the prompt or lower max_tokens"
+    return bad_request(
+        f"{subject} {limit} tokens, but {asked}; {remedy}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """404: a model that is not served here."""
+    return ApiError(404, f"The model {name!r} does not exist; served here: {served!r}.", code="model_not_found")
+
+
+def unknown_endpoint(path: str, known: str) -> ApiError:
+    """404: a path that is no endpoint."""
+    return ApiError(404, f"Unknown endpoint {path!r}; known here: {known}.", code="unknown_url")
+
+
+def queue_full(limit: int) -> ApiError:
+    """429: as many requests as the engine takes are running or waiting."""
+    return ApiError(
+        429,
+        f"The engine already holds {limit} requests, its limit; try again later.",
+        type="rate_limit_error",
+        code="queue_full",
+        headers={"Retry-After": "1"},
+    )
+
+
+def engine_dead(cause: str) -> ApiError:
+    """503: the engine stopped on an error and answers nothing any more."""
+    return ApiError(503, f"The engine has stopped: {cause}", type="server_error", code="engine_dead")
+
+
+def internal(cause: str) -> ApiError:
+    """500: our fault."""
+    return ApiError(500, f"The server failed on this request: {cause}", type="server_error", code="internal_error")

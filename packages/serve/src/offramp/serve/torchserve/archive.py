@@ -1,0 +1,155 @@
+"""A checkpoint directory as a model folder that TorchServe loads: no archive file, and no second copy of the weights.
+
+    FOLDER/
+        MAR-INF/MANIFEST.json   what TorchServe reads first
+        handler.py              names the handler class
+        model-config.yaml       settings of the worker, the handler and the engine
+        checkpoint/             the checkpoint directory, hard-linked where the file system can
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from offramp.common.errors import OfframpError
+from offramp.serve.torchserve.settings import HandlerSettings, WorkerSettings, model_config
+
+CHECKPOINT = "checkpoint"
+MANIFEST = Path("MAR-INF") / "MANIFEST.json"
+MODEL_CONFIG = "model-config.yaml"
+HANDLER = "handler.py"
+
+_HANDLER_SOURCE = '''"""TorchServe loads the one class that this module defines."""
+
+from offramp.serve.torchserve.handler import OfframpHandler
+
+
+class Handler(OfframpHandler):
+    """The handler of this model."""
+'''
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# An allow-list: the folder goes to a server, so no pickle, no optimizer state and no hidden file comes along.
+_SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja", ".md"})
+
+
+def archive(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    name: str,
+    version: str = "1.0",
+    engine: dict[str, Any] | None = None,
+    handler: HandlerSettings | None = None,
+    worker: WorkerSettings | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Makes a model folder.
+
+    The folder appears whole or not at all: it is built beside its place and renamed into it.
+
+    Args:
+        checkpoint: A checkpoint directory.
+        folder: The model folder to make; its parent is TorchServe's model store.
+        name: The model's name, in the URL and in `model` of requests.
+        version: Its version, in the URL.
+        engine: `EngineConfig` fields that differ from their defaults.
+        handler: Settings of the handler.
+        worker: Settings of TorchServe's worker.
+        overwrite: Replace a model folder that is already there.
+
+    Returns:
+        `folder`.
+
+    Raises:
+        OfframpError: `checkpoint` is no checkpoint directory, the name cannot stand in a URL, or `folder` exists.
+    """
+    for what, text in (("model name", name), ("model version", version)):
+        if not _NAME.fullmatch(text):
+            raise OfframpError(
+                f"{what} {text!r} cannot stand in a URL; use letters, digits, dots, dashes and underscores."
+            )
+    files = _checkpoint_files(checkpoint)
+    if folder.exists():
+        if not overwrite:
+            raise OfframpError(f"{folder} already exists; choose another place or overwrite it with --force.")
+        if not (folder / MANIFEST).is_file():
+            raise OfframpError(f"{folder} is not a model folder, so it is not overwritten; choose another place.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        (building / CHECKPOINT).mkdir()
+        for file in files:
+            _link_or_copy(file, building / CHECKPOINT / file.name)
+        (building / MANIFEST).parent.mkdir()
+        (building / MANIFEST).write_text(json.dumps(_manifest(name, version), indent=2) + "\n")
+        (building / HANDLER).write_text(_HANDLER_SOURCE)
+        settings = model_config(worker or WorkerSettings(), handler or HandlerSettings(), engine or {})
+        (building / MODEL_CONFIG).write_text(yaml.safe_dump(settings, sort_keys=False))
+        building.chmod(0o755)  # mkdtemp's 0700 would lock out a server that runs as another user
+        if folder.exists():
+            shutil.rmtree(folder)
+        building.rename(folder)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return folder
+
+
+def read_manifest(folder: Path) -> tuple[str, str]:
+    """Name and version of a model folder.
+
+    Raises:
+        OfframpError: `folder` is no model folder.
+    """
+    try:
+        model = json.loads((folder / MANIFEST).read_text())["model"]
+        return str(model["modelName"]), str(model["modelVersion"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OfframpError(f"{folder} is not a model folder ({error}); make one with `offramp archive`.") from error
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether `path` is what `archive` makes."""
+    return (path / MANIFEST).is_file()
+
+
+def _checkpoint_files(checkpoint: Path) -> list[Path]:
+    if not checkpoint.is_dir():
+        raise OfframpError(f"{checkpoint} is not a directory; give a checkpoint directory, as `offramp export` writes it.")
+    files = sorted(path for path in checkpoint.iterdir() if path.is_file() and path.suffix in _SUFFIXES)
+    names = {file.name for file in files}
+    if "config.json" not in names:
+        raise OfframpError(f"{checkpoint} has no config.json, so it is not a checkpoint directory.")
+    if not any(name.endswith(".safetensors") for name in names):
+        raise OfframpError(f"{checkpoint} has no *.safetensors file; only safetensors weights are served.")
+    return files
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    # resolve: a hard link to a symbolic link (a hub cache is made of them) would be a symbolic link again.
+    source = source.resolve()
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(source, target)
+
+
+def _manifest(name: str, version: str) -> dict[str, Any]:
+    return {
+        "runtime": "python",
+        "archiverVersion": "0.12.0",
+        "model": {
+            "modelName": name,
+            "modelVersion": version,
+            "handler": HANDLER,
+            "configFile": MODEL_CONFIG,
+        },
+    }

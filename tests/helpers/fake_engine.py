@@ -1,0 +1,61 @@
+"""An engine without a model: says scripted words, one token per request and iteration, and can be told to fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from offramp.serve.request import Request, RequestOutput, RequestStatus, TokenLogprobs
+
+
+class FakeEngine:
+    """Token t of a request is the text ` t`; its exit layer is 1 + t % 4.
+
+    Attributes:
+        seen: Ids of requests taken in, in order.
+        cancelled: Ids of requests cancelled, in order.
+        iterations: Steps made.
+        on_step: Called at the start of each step; may raise.
+        refuse: Ids that `add_request` refuses.
+    """
+
+    def __init__(self, delay_s: float = 0.0, on_step: Callable[[], None] = lambda: None) -> None:
+        self.seen: list[str] = []
+        self.cancelled: list[str] = []
+        self.iterations = 0
+        self.on_step = on_step
+        self.refuse: set[str] = set()
+        self._delay_s = delay_s
+        self._live: dict[str, Request] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._live)
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id in self.refuse:
+            raise ValueError("refused on purpose")
+        self.seen.append(request.request_id)
+        self._live[request.request_id] = request
+
+    def cancel(self, request_id: str) -> bool:
+        self.cancelled.append(request_id)
+        return self._live.pop(request_id, None) is not None
+
+    def step(self) -> list[RequestOutput]:
+        self.on_step()
+        time.sleep(self._delay_s)
+        self.iterations += 1
+        outputs: list[RequestOutput] = []
+        for request in list(self._live.values()):
+            token = len(request.output_token_ids)
+            request.output_token_ids.append(token)
+            request.exit_layers.append(1 + token % 4)
+            if request.sampling.logprobs is not None:
+                top = tuple((token + k, -1.0 - k) for k in range(request.sampling.logprobs))
+                request.logprobs.append(TokenLogprobs(token, -1.0, top))
+            if token + 1 == request.sampling.max_tokens:
+                request.status = RequestStatus.FINISHED_LENGTH
+                del self._live[request.request_id]
+            outputs.append(RequestOutput.of(request, token, f" {token}"))
+        return outputs

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from helpers.fake_engine import FakeEngine
+
+from offramp.serve.engine_thread import EngineStoppedError, EngineThread, OrphanedError, QueueFullError
+from offramp.serve.request import Request, RequestOutput, SamplingParams
+
+
+class Recorder:
+    """A sink that keeps everything and can be waited for."""
+
+    def __init__(self) -> None:
+        self.outputs: list[RequestOutput] = []
+        self.failures: list[tuple[str, Exception]] = []
+        self.over = threading.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        self.outputs.append(output)
+        if output.finish_reason is not None:
+            self.over.set()
+
+    def fail(self, request_id: str, cause: Exception) -> None:
+        self.failures.append((request_id, cause))
+        self.over.set()
+
+    @property
+    def text(self) -> str:
+        return "".join(output.text for output in self.outputs)
+
+
+def request(name: str, max_tokens: int = 4) -> Request:
+    return Request(name, (1, 2), SamplingParams(max_tokens=max_tokens))
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(delay_s=0.002)
+
+
+@pytest.fixture
+def thread(engine: FakeEngine) -> Iterator[EngineThread]:
+    thread = EngineThread(engine, max_requests=8)
+    yield thread
+    thread.close()
+
+
+def test_every_request_gets_its_own_outputs_in_order(thread: EngineThread) -> None:
+    sinks = {f"r{i}": Recorder() for i in range(8)}
+    for i, (name, sink) in enumerate(sinks.items()):
+        thread.submit(request(name, max_tokens=i + 1), sink)
+    for i, (name, sink) in enumerate(sinks.items()):
+        assert sink.over.wait(5)
+        assert sink.text == "".join(f" {token}" for token in range(i + 1))
+        assert {output.request_id for output in sink.outputs} == {name}
+    assert thread.num_running == thread.num_waiting == 0
+
+
+def test_requests_join_while_others_run(engine: FakeEngine, thread: EngineThread) -> None:
+    long, short = Recorder(), Recorder()
+    thread.submit(request("long", 500), long)
+    eventually(lambda: len(long.outputs) > 3)
+    thread.submit(request("short", 3), short)
+    assert short.over.wait(5)
+    assert not long.over.is_set()
+
+
+def test_a_cancelled_request_is_silent_and_leaves_the_engine(engine: FakeEngine, thread: EngineThread) -> None:
+    sink, other = Recorder(), Recorder()
+    thread.submit(request("gone", 10_000), sink)
+    thread.submit(request("stays", 20), other)
+    eventually(lambda: len(sink.outputs) > 2)
+    assert thread.cancel("gone")
+    eventually(lambda: engine.cancelled == ["gone"])
+    heard = len(sink.outputs)
+    assert other.over.wait(5)
+    assert len(sink.outputs) <= heard + 1
+    assert not sink.failures
+    assert not thread.cancel("gone"), "it was live only once"
+    assert not thread.cancel("never heard of")
+
+
+def test_a_full_queue_refuses_all_requests_of_a_call_or_none(engine: FakeEngine, thread: EngineThread) -> None:
+    sink = Recorder()
+    thread.submit_all([request(f"a{i}", 10_000) for i in range(6)], sink)
+    with pytest.raises(QueueFullError, match="8 requests"):
+        thread.submit_all([request(f"b{i}") for i in range(3)], sink)
+    late = Recorder()
+    thread.submit_all([request("c0", 2), request("c1", 2)], late)
+    eventually(lambda: len(engine.seen) == 8)
+    assert not any(name.startswith("b") for name in engine.seen)
+
+
+def test_a_request_that_the_engine_refuses_fails_alone(engine: FakeEngine, thread: EngineThread) -> None:
+    engine.refuse.add("bad")
+    bad, good = Recorder(), Recorder()
+    thread.submit_all([request("bad")], bad)
+    thread.submit(request("good"), good)
+    assert bad.over.wait(5)
+    assert good.over.wait(5)
+    assert [str(cause) for _, cause in bad.failures] == ["refused on purpose"]
+    assert good.text == " 0 1 2 3"
+    assert thread.failure is None
+
+
+def test_when_the_loop_dies_live_and_later_requests_fail_at_once_with_the_cause(engine: FakeEngine) -> None:
+    thread = EngineThread(engine, max_requests=8)
+    sinks = [Recorder(), Recorder()]
+    for i, sink in enumerate(sinks):
+        thread.submit(request(f"r{i}", 10_000), sink)
+    eventually(lambda: all(sink.outputs for sink in sinks))
+
+    def explode() -> None:
+        raise MemoryError("the KV cache is on fire")
+
+    engine.on_step = explode
+    for i, sink in enumerate(sinks):
+        assert sink.over.wait(5)
+        assert sink.failures == [(f"r{i}", thread.failure)]
+    with pytest.raises(EngineStoppedError, match="the KV cache is on fire") as caught:
+        thread.submit(request("late"), Recorder())
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_requests_that_nobody_asks_for_are_cancelled_after_the_lease(engine: FakeEngine) -> None:
+    thread = EngineThread(engine, max_requests=8, lease_s=0.15)
+    sink = Recorder()
+    thread.submit(request("orphan", 100_000), sink)
+    for _ in range(6):  # twice the lease, but attended to
+        with thread.attended():
+            time.sleep(0.05)
+    assert not sink.over.is_set()
+    assert sink.over.wait(5)
+    assert isinstance(sink.failures[0][1], OrphanedError)
+    eventually(lambda: engine.cancelled == ["orphan"])
+    again = Recorder()
+    thread.submit(request("next"), again)
+    assert again.over.wait(5), "the loop goes on"
+    assert again.text == " 0 1 2 3"
+    thread.close()
+
+
+def test_one_long_call_keeps_the_lease(engine: FakeEngine) -> None:
+    thread = EngineThread(engine, max_requests=8, lease_s=0.05)
+    sink = Recorder()
+    thread.submit(request("r", 100_000), sink)
+    with thread.attended():
+        time.sleep(0.3)
+        assert not sink.over.is_set()
+    thread.close()
+
+
+def test_close_fails_what_is_live(engine: FakeEngine) -> None:
+    thread = EngineThread(engine, max_requests=8)
+    sink = Recorder()
+    thread.submit(request("r", 100_000), sink)
+    thread.close()
+    assert isinstance(sink.failures[0][1], EngineStoppedError)
+    with pytest.raises(EngineStoppedError):
+        thread.submit(request("late"), Recorder())
+
+
+def test_an_observer_that_fails_does_not_stop_the_loop(engine: FakeEngine) -> None:
+    seen: list[int] = []
+
+    def observe(outputs: object) -> None:
+        seen.append(1)
+        raise RuntimeError("the observer is broken")
+
+    thread = EngineThread(engine, max_requests=8, on_iteration=observe)
+    sink = Recorder()
+    thread.submit(request("r"), sink)
+    assert sink.over.wait(5)
+    assert sink.text == " 0 1 2 3"
+    eventually(lambda: len(seen) >= 4)
+    thread.close()
