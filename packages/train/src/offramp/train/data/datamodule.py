@@ -1,0 +1,286 @@
+"""`TextDataModule`: sources, tokenizer and packing put together for Lightning.
+
+One Lightning batch is this data-parallel rank's share of one optimizer step; the strategy cuts it into micro-batches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import lightning.pytorch as pl
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from offramp.common.errors import OfframpError
+from offramp.common.tokenizer import load_tokenizer
+from offramp.train.data.batch import TokenBatch
+from offramp.train.data.loader import BatchLoader, MapLoader, Share, StreamLoader
+from offramp.train.data.sources import SourceConfig, load_rows
+from offramp.train.data.tokenize import Example, RowEncoder, describe_skipped, encode_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+Split = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Examples of a map-style source.
+
+    Attributes:
+        examples: columns `input_ids` and `labels`, without the rows that gave none.
+        lengths: [number of examples] tokens of each.
+        fingerprint: names them.
+        skipped: rows that gave no example, by reason.
+    """
+
+    examples: Dataset
+    lengths: np.ndarray
+    fingerprint: str
+    skipped: dict[str, int]
+
+
+class TextDataModule(pl.LightningDataModule):
+    """Text of any source as `TokenBatch`es.
+
+    Args:
+        tokenizer: checkpoint directory whose tokenizer is used; usually the one the model starts from.
+        train: what to train on.
+        validation: what to validate on.
+        test: what `offramp test` measures on.
+        sequence_length: T, tokens in a row.
+        batch_size: rows per data-parallel rank and optimizer step.
+        pack: put several examples into a row, each attending to itself only; otherwise one, padded.
+        shuffle: train in a new order every epoch.
+        shuffle_buffer: rows that are shuffled together when the training source is streamed.
+        validation_share: without a validation source, this share of the training rows is held out for it, chosen by
+            `seed`, before anything is tokenised.
+        seed: of orders and of the held-out share.
+        num_workers: processes that prepare batches.
+        cache_directory: for corpora and tokenised examples; None is `$XDG_CACHE_HOME/offramp` or `~/.cache/offramp`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        train: SourceConfig,
+        validation: SourceConfig | None = None,
+        test: SourceConfig | None = None,
+        sequence_length: int = 512,
+        batch_size: int = 8,
+        pack: bool = True,
+        shuffle: bool = True,
+        shuffle_buffer: int = 1000,
+        validation_share: float = 0.0,
+        seed: int = 0,
+        num_workers: int = 0,
+        cache_directory: str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
+            if value < 1:
+                raise OfframpError(f"data.{name} is {value}; it must be at least 1")
+        if not 0 <= validation_share < 1:
+            raise OfframpError(f"data.validation_share is {validation_share}; it must lie in [0, 1)")
+        if validation_share and validation is not None:
+            raise OfframpError("data.validation and data.validation_share are both set; keep one of them")
+        if validation_share and train.streaming:
+            raise OfframpError("data.validation_share cannot hold out rows of a stream; give a data.validation source")
+        self.tokenizer_path = tokenizer
+        self.sources: dict[Split, SourceConfig | None] = {"train": train, "validation": validation, "test": test}
+        self.sequence_length, self.batch_size, self.pack = sequence_length, batch_size, pack
+        self.shuffle, self.shuffle_buffer, self.validation_share = shuffle, shuffle_buffer, validation_share
+        self.seed, self.num_workers = seed, num_workers
+        cache = cache_directory or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "offramp")
+        self.cache_directory = Path(cache).expanduser()
+        self.skipped: dict[Split, dict[str, int]] = {}
+        self._prepared: dict[Split, Prepared | IterableDataset] = {}
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._train_loader: BatchLoader | None = None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, loaded on first use."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.tokenizer_path)
+        return self._tokenizer
+
+    @override
+    def prepare_data(self) -> None:
+        """Downloads, collects and tokenises once per machine; the other processes then find it in the caches."""
+        trainer = getattr(self, "trainer", None)
+        if trainer is not None and trainer.world_size > 1:
+            for split in self._splits(trainer.state.fn):
+                self._prepare(split)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Loads what a stage (fit, validate, test) needs."""
+        for split in self._splits(stage):
+            if split not in self._prepared:
+                self._prepare(split)
+
+    @override
+    def train_dataloader(self) -> BatchLoader:
+        """Batches of the training data."""
+        self._train_loader = self._loader("train", train=True)
+        return self._train_loader
+
+    @override
+    def val_dataloader(self) -> BatchLoader | list[Any]:
+        """Batches that cover every validation row once."""
+        return self._loader("validation", train=False) if self._has("validation") else []
+
+    @override
+    def test_dataloader(self) -> BatchLoader | list[Any]:
+        """Batches that cover every test row once."""
+        return self._loader("test", train=False) if self._has("test") else []
+
+    @override
+    def on_before_batch_transfer(self, batch: TokenBatch, dataloader_idx: int) -> TokenBatch:
+        """Tells a streaming loader that its batch is used, see `StreamLoader`."""
+        if isinstance(self._train_loader, StreamLoader) and self.trainer is not None and self.trainer.training:
+            self._train_loader.mark_taken()
+        return batch
+
+    def _has(self, split: Split) -> bool:
+        return self.sources[split] is not None or (split == "validation" and self.validation_share > 0)
+
+    def _splits(self, stage: str | None) -> list[Split]:
+        wanted: dict[str | None, list[Split]] = {"fit": ["train", "validation"], "test": ["test"]}
+        splits = wanted.get(stage, ["validation"])
+        if stage in ("validate", "test") and not self._has(splits[0]):
+            raise OfframpError(f"there is nothing to {stage}: set data.{splits[0]} to a source")
+        return [split for split in splits if self._has(split)]
+
+    def _prepare(self, split: Split) -> None:
+        source = self.sources[split]
+        held_out = split in ("train", "validation") and self.validation_share > 0
+        if held_out:
+            source = self.sources["train"]
+        assert source is not None
+        rows = load_rows(source, self.cache_directory)
+        encoder = RowEncoder(self.tokenizer, source, self.sequence_length)
+        if source.streaming:
+            self._prepared[split] = cast("IterableDataset", rows)
+            return
+        rows = cast("Dataset", rows)
+        if held_out:
+            parts = rows.train_test_split(test_size=self.validation_share, seed=self.seed, load_from_cache_file=False)
+            rows = parts["train" if split == "train" else "test"]
+        prepared = _encode(rows, encoder, f"{split} ({source.name})", self.cache_directory)
+        self.skipped[split] = prepared.skipped
+        self._prepared[split] = prepared
+
+    def _loader(self, split: Split, *, train: bool) -> BatchLoader:
+        kwargs = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
+        share = Share(self.batch_size, kwargs.get("num_replicas", 1), kwargs.get("rank", 0))
+        # Any token can stand in padding; the end of sequence is one that every model knows.
+        eos = self.tokenizer.eos_token_id
+        pad_id = int(eos) if isinstance(eos, int) else 0
+        prepared = self._prepared[split]
+        if isinstance(prepared, Prepared):
+            return MapLoader(
+                prepared.examples,
+                prepared.lengths,
+                share,
+                capacity=self.sequence_length,
+                pack=self.pack,
+                pad_id=pad_id,
+                shuffle=train and self.shuffle,
+                drop_last=train,
+                seed=self.seed,
+                num_workers=self.num_workers,
+                fingerprint=prepared.fingerprint,
+            )
+        source = self.sources[split]
+        assert source is not None
+        encoder = RowEncoder(self.tokenizer, source, self.sequence_length)
+        rows = prepared
+        if train and self.shuffle:
+            rows = rows.shuffle(seed=self.seed, buffer_size=self.shuffle_buffer)
+        stream = _Stream(rows, encoder, f"{split} ({source.name})")
+        return StreamLoader(
+            stream,
+            share,
+            capacity=self.sequence_length,
+            pack=self.pack,
+            pad_id=pad_id,
+            drop_last=train,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            count_taken=train and self.trainer is not None,
+            name=source.name,
+        )
+
+
+class _Stream:
+    """The examples of a streamed source, epoch by epoch."""
+
+    def __init__(self, rows: IterableDataset, encoder: RowEncoder, name: str) -> None:
+        self._rows, self._encoder, self._name = rows, encoder, name
+
+    def __call__(self, epoch: int) -> Iterator[Example]:
+        self._rows.set_epoch(epoch)
+        skipped: Counter[str] = Counter()
+        total = 0
+        for row in self._rows:
+            total += 1
+            result = self._encoder.encode(cast("dict[str, Any]", row))
+            if isinstance(result, str):
+                skipped[result] += 1
+            else:
+                yield from result
+        if total == sum(skipped.values()):
+            raise OfframpError(f"{self._name}: no row of the stream gives an example; check the source's columns")
+        if message := describe_skipped(skipped, total, self._name):
+            rank_zero_warn(message)
+
+
+def _encode(rows: Dataset, encoder: RowEncoder, name: str, cache_directory: Path) -> Prepared:
+    """Tokenises a data set, or finds its tokens in the cache; counts and leaves out the rows that give no example."""
+    fingerprint = f"{rows._fingerprint}-{encoder.fingerprint}"
+    cache_directory.mkdir(parents=True, exist_ok=True)
+    encoded = rows.map(
+        lambda batch: encode_rows(encoder, batch),
+        batched=True,
+        remove_columns=rows.column_names,
+        cache_file_name=str(cache_directory / f"tokens-{fingerprint}.arrow"),
+        new_fingerprint=fingerprint[:64],
+        features=_features(),
+        desc=f"Tokenising {name}",
+    )
+    reasons = np.asarray(encoded["skipped"])
+    skipped = {str(reason): int(count) for reason, count in Counter(reasons.tolist()).items() if reason}
+    kept = encoded.select(np.flatnonzero(reasons == "")).remove_columns("skipped")
+    message = describe_skipped(skipped, len(rows), name)
+    if len(kept) == 0:
+        raise OfframpError(f"no row gives an example: {message}")
+    if message:
+        rank_zero_warn(message)
+    kept = kept.with_format("numpy")
+    lengths = _lengths(kept)
+    rank_zero_info(f"{name}: {len(kept)} examples, {int(lengths.sum())} tokens")
+    return Prepared(kept, lengths, fingerprint, skipped)
+
+
+def _features() -> Any:
+    from datasets import Features, List, Value
+
+    tokens = List(Value("int32"))
+    return Features({"input_ids": tokens, "labels": tokens, "skipped": Value("string")})
+
+
+def _lengths(examples: Dataset) -> np.ndarray:
+    import pyarrow.compute as pc
+
+    column = examples.with_format("arrow")["input_ids"]
+    return np.asarray(pc.list_value_length(column[:] if not hasattr(column, "chunks") else column))  # pyright: ignore[reportAttributeAccessIssue]
