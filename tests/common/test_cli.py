@@ -93,7 +93,7 @@ def test_an_unknown_command_is_a_usage_error_with_a_suggestion(
     install: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     install(generate=lambda argv: 0, archive=lambda argv: 0)
-    assert cli.main(["archiv"]) == 2
+    assert cli.main(["archiv"]) == 2  # codespell:ignore
     assert "did you mean 'archive'?" in capsys.readouterr().err
     assert cli.main(["zzz"]) == 2
     assert "installed here: generate, archive" in capsys.readouterr().err
