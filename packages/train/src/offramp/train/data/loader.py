@@ -6,7 +6,7 @@ as long as that product stays the same, and the ranks of one pipeline, which hav
 
 These loaders are deliberately not `torch.utils.data.DataLoader`s, although they use one inside: Lightning would replace a
 DataLoader's sampler, which must not happen. What Lightning needs is here: an iterator, a length, `state_dict` and
-`load_state_dict` (mid-epoch resume), and a `sampler` with `set_epoch`.
+`load_state_dict` (mid-epoch resume), and a `batch_sampler` that leads to `set_epoch`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +54,11 @@ class Share:
         return step_rows[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
 
 
+class _BatchSampler(NamedTuple):
+    sampler: BatchLoader
+    batch_size: int
+
+
 class BatchLoader(ABC):
     """What both loaders have in common: the position.
 
@@ -71,9 +76,9 @@ class BatchLoader(ABC):
         self._ended = False
 
     @property
-    def sampler(self) -> BatchLoader:
-        """Itself: Lightning looks for `set_epoch` here."""
-        return self
+    def batch_sampler(self) -> _BatchSampler:
+        """Where Lightning looks for `set_epoch`, and its DeepSpeed strategy for the batch size."""
+        return _BatchSampler(self, self.share.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration."""
