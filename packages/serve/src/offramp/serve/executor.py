@@ -1,0 +1,213 @@
+"""The one loop over segments: every policy is a rule on the rows that are still inside.
+
+    rows = tokens of this iteration
+    for each segment:
+        run its layers on the rows
+        sure |= confidence > threshold              decode rows whose request allows exits
+        leaving = sync policy(sure)                 all: everybody when all are sure; regroup: each on its own
+        leaving rows: fill the cache above, logits of this exit
+        rows = the rest
+
+A segment ends at an exit that some row of the iteration may take, so an iteration without such rows is one segment.
+
+Legend: N rows, M decode rows, D model, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from offramp.serve import kv_policy
+from offramp.serve.exit_test import IterationExits, RequestExits
+from offramp.serve.kv_cache.storage import KVStorage
+from offramp.serve.model.packed import PackedModel
+from offramp.serve.model.rows import RowBuilder, Rows
+from offramp.serve.scheduler_output import Phase, ScheduledRequest
+from offramp.serve.sync_policy import SyncRule
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Rows that predict a token at one exit.
+
+    Attributes:
+        items: indices into the scheduled requests, one for each row.
+        exit_layer: where.
+        logits: [len(items), V] fp32, raw.
+        finite: for each row, whether its state is finite; the logits of others mean nothing.
+    """
+
+    items: list[int]
+    exit_layer: int
+    logits: Tensor
+    finite: list[bool]
+
+
+@dataclass
+class ExecutorStats:
+    """What was really run, since the start.
+
+    Attributes:
+        iterations: passes.
+        calls: for each backbone layer, how often it was called.
+        rows_run: for each backbone layer, the rows it was run on.
+        rows_filled: rows that left early.
+    """
+
+    calls: list[int]
+    rows_run: list[int]
+    iterations: int = 0
+    rows_filled: int = 0
+
+
+@dataclass
+class _Pass:
+    """State of one iteration.
+
+    Attributes:
+        x: [N, D] states of the rows inside.
+        previous: [N, D] states before the layer run last.
+        rows: the rows inside.
+        depth: layers run.
+        inside: [M] for each decode row inside, its index into the scheduled requests.
+        departures: rows that have left.
+    """
+
+    x: Tensor
+    previous: Tensor
+    rows: Rows
+    inside: Tensor
+    depth: int = 0
+    departures: list[Departure] = field(default_factory=list)
+
+
+class Executor:
+    """Runs iterations of one model over one cache."""
+
+    def __init__(self, model: PackedModel, cache: KVStorage, max_model_len: int, sync_rule: SyncRule) -> None:
+        """Set up.
+
+        Args:
+            model: packed weights.
+            cache: with `model.num_cache_layers` layers.
+            max_model_len: most tokens of one sequence.
+            sync_rule: who may leave; see `offramp.serve.sync_policy`.
+        """
+        self._model = model
+        self._cache = cache
+        self._sync_rule = sync_rule
+        cos, sin = model.rotary_tables(max_model_len)
+        self._builder = RowBuilder(cos, sin, cache.block_size, model.config.sliding_window)
+        num_layers = model.config.num_layers
+        self.stats = ExecutorStats([0] * num_layers, [0] * num_layers)
+
+    @torch.inference_mode()
+    def run(self, scheduled: Sequence[ScheduledRequest], exits: Sequence[RequestExits | None]) -> list[Departure]:
+        """Run one iteration.
+
+        Args:
+            scheduled: what to compute, decodes first; not empty.
+            exits: for each of them, the exits its generated tokens may take; None runs all layers.
+
+        Returns:
+            Together, every row that predicts a token, once.
+        """
+        self.stats.iterations += 1
+        rows = self._builder.build(scheduled)
+        x = self._model.embed(torch.tensor([token for item in scheduled for token in item.token_ids]))
+        state = _Pass(x, x, rows, torch.arange(rows.num_decode))
+        allowed = IterationExits(
+            self._model, [item.request for item in scheduled[: rows.num_decode]], exits[: rows.num_decode]
+        )
+        sure = torch.zeros(rows.num_decode, dtype=torch.bool)
+        for layer in self._exits_passed(allowed, exits):
+            self._run_layers(state, layer)
+            self._pass_exit(state, layer, allowed, sure)
+            if not len(state.rows):
+                return state.departures
+        self._run_layers(state, self._model.config.num_layers)
+        self._finish(state, scheduled)
+        return state.departures
+
+    def _exits_passed(self, allowed: IterationExits, exits: Sequence[RequestExits | None]) -> list[int]:
+        """Early exits where this iteration pauses."""
+        if self._model.has_exit_blocks and any(point is not None for point in exits):
+            # The block of a head attends over the sequence, so every token that passes it leaves keys and values there,
+            # also where it is not tested (a prompt's) or not any more (`all`).
+            return [layer for layer in self._model.exits if layer != self._model.config.num_layers]
+        return allowed.layers
+
+    def _run_layers(self, state: _Pass, stop: int) -> None:
+        num_rows = len(state.rows)
+        for index in range(state.depth, stop):
+            state.previous = state.x
+            state.x = self._model.layers[index].run(state.x, state.rows, self._cache)
+            self.stats.calls[index] += 1
+            self.stats.rows_run[index] += num_rows
+        state.depth = stop
+
+    def _pass_exit(self, state: _Pass, layer: int, allowed: IterationExits, sure: Tensor) -> None:
+        """Test the rows at an exit and let go those that may leave; `sure` [M] is updated in place."""
+        block = self._model.exits[layer].block
+        if block is not None:
+            block.write(state.x, state.rows, self._cache)
+        tested = (allowed.is_tested(layer) & ~sure)[state.inside].nonzero()[:, 0]
+        head_state, logits = None, None
+        if len(tested):
+            if allowed.needs_states:
+                head_state = self._head_state(state, layer, tested)
+            passed, logits = allowed.test(
+                layer, state.inside[tested], state.x[tested], state.previous[tested], head_state
+            )
+            sure[state.inside[tested]] = passed
+        leaving = self._sync_rule(sure[state.inside], allowed.eligible[state.inside])
+        gone = leaving.nonzero()[:, 0]
+        if not len(gone):
+            return
+        # Under `all` rows may leave that were sure earlier and not tested here; then nothing can be reused.
+        reused = torch.isin(gone, tested).all() if head_state is not None else False
+        if reused:
+            assert head_state is not None
+            places = torch.searchsorted(tested, gone)
+            head_state = head_state[places]
+            logits = None if logits is None else logits[places]
+        else:
+            head_state, logits = self._head_state(state, layer, gone), None
+        self._depart(state, layer, state.inside[gone].tolist(), head_state, logits)
+        kv_policy.fill(self._model, layer, state.x[gone], state.rows.only_decode(gone), self._cache)
+        self.stats.rows_filled += len(gone)
+        stay = (~leaving).nonzero()[:, 0]
+        state.x = torch.cat((state.x[stay], state.x[state.rows.num_decode :]))
+        state.rows = state.rows.select(stay)
+        state.inside = state.inside[stay]
+
+    def _head_state(self, state: _Pass, layer: int, decode_rows: Tensor) -> Tensor:
+        """State [len(decode_rows), D] that the exit's unembedding reads."""
+        rows = state.rows.only_decode(decode_rows) if self._model.exits[layer].block is not None else state.rows
+        return self._model.exit_state(layer, state.x[decode_rows], rows, self._cache)
+
+    def _finish(self, state: _Pass, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Logits of the final exit, for the rows that predict a token and no others."""
+        items, places = state.inside.tolist(), list(range(state.rows.num_decode))
+        last = state.rows.num_decode - 1
+        for index, item in enumerate(scheduled):
+            if item.phase is Phase.DECODE:
+                continue
+            last += item.num_tokens
+            if item.samples:
+                items.append(index)
+                places.append(last)
+        if items:
+            layer = self._model.config.num_layers
+            x = state.x if len(places) == len(state.x) else state.x[torch.tensor(places)]
+            self._depart(state, layer, items, self._model.exit_state(layer, x, state.rows, self._cache), None)
+
+    def _depart(self, state: _Pass, layer: int, items: list[int], head_state: Tensor, logits: Tensor | None) -> None:
+        if logits is None:
+            logits = self._model.exits[layer].unembed(head_state).float()
+        finite = head_state.float().sum(dim=-1).isfinite().tolist()
+        state.departures.append(Departure(items, layer, logits, finite))

@@ -1,0 +1,60 @@
+"""The tensors of the paged key/value cache.
+
+A *slot* holds the keys and values of one token in one cache layer; slot `b * block_size + i` is token i of block b. A
+cache layer is a backbone layer, or the block of an exit head that has one.
+
+Legend: C cache layers, N rows, K key/value heads, E head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVStorage:
+    """Keys and values of all blocks.
+
+    Attributes:
+        data: [C, slots, 2 * K * E]; the keys of all heads, then the values. One row is one token, so that a token is
+            written and gathered in one piece.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        poison: bool = False,
+    ) -> None:
+        """Allocate.
+
+        Args:
+            num_layers: C.
+            num_blocks: blocks.
+            block_size: tokens per block.
+            num_kv_heads: K.
+            head_dim: E.
+            dtype: of keys and values.
+            poison: fill with NaN, so that a token which attends to a slot never written shows. Otherwise memory stays
+                untouched, and the operating system provides it only when it is used.
+        """
+        shape = (num_layers, num_blocks * block_size, 2 * num_kv_heads * head_dim)
+        self.data = torch.full(shape, torch.nan, dtype=dtype) if poison else torch.empty(shape, dtype=dtype)
+        self.block_size = block_size
+
+    @staticmethod
+    def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one block, all layers together."""
+        return num_layers * block_size * 2 * num_kv_heads * head_dim * dtype.itemsize
+
+    def write(self, layer: int, slots: Tensor, keys_values: Tensor) -> None:
+        """Store rows [N, 2 * K * E] of one layer at `slots` [N]."""
+        self.data[layer].index_copy_(0, slots, keys_values)
+
+    def write_layers(self, first: int, stop: int, slots: Tensor, keys_values: Tensor) -> None:
+        """Store rows [stop - first, N, 2 * K * E] of the layers `first` .. `stop` - 1 at `slots` [N]."""
+        self.data[first:stop].index_copy_(1, slots, keys_values)
