@@ -4,6 +4,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers.tiny import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from helpers.tiny import tiny_tokenizer
 from offramp.common.errors import OfframpError
 from offramp.train.data.batch import TokenBatch
 from offramp.train.data.datamodule import TextDataModule
@@ -82,7 +83,7 @@ def test_ranks_share_out_validation_rows_each_exactly_once(make: MakeData, strea
     assert len({len(batches) for batches in per_rank}) == 1
     assert {batch.input_ids.shape for batches in per_rank for batch in batches} == {(2, 48)}
     found = sum((examples_in(batches) for batches in per_rank), Counter())
-    assert found == Counter({text: 1 for text in all_texts(23)})
+    assert found == Counter(dict.fromkeys(all_texts(23), 1))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -135,7 +136,7 @@ def test_ranks_never_overlap_and_miss_nothing(
     assert len(flat) == (rows // (batch_size * ranks) * (batch_size * ranks) if drop_last else rows)
     # Steps hold the same rows on any number of ranks, as long as the step has the same size.
     alone = loader(batch_size * ranks, 1, 0).row_numbers(epoch)
-    assert alone == [sum(step, []) for step in zip(*numbers, strict=True)]
+    assert alone == [[*chain(*step)] for step in zip(*numbers, strict=True)]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -207,9 +208,13 @@ def test_skipped_rows_are_counted_and_said(make: MakeData, tmp_path: Path) -> No
 def test_a_source_without_examples_is_an_error_that_says_why(make: MakeData, tmp_path: Path, streaming: bool) -> None:
     (tmp_path / "a.txt").write_text(" \n  \n")
     data = make(train=SourceConfig(path=str(tmp_path / "a.txt"), streaming=streaming))
-    with pytest.raises(OfframpError, match="no row"):
+
+    def read() -> None:
         data.setup("fit")
         list(data.train_dataloader())
+
+    with pytest.raises(OfframpError, match="no row"):
+        read()
 
 
 def test_tokens_are_cached_by_content(make: MakeData, tmp_path: Path) -> None:

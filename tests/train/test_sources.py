@@ -60,7 +60,7 @@ def test_generator_rows_and_options(tmp_path: Path) -> None:
     source = SourceConfig(kind="generator", path="helpers.rows:counted", options={"count": 4, "start": 7})
     for streaming in (False, True):
         rows = list(load_rows(SourceConfig(**{**vars(source), "streaming": streaming}), tmp_path))
-        assert [row["answer"] for row in rows] == [f"it is {n}" for n in (7, 8, 9, 10)]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        assert [row["answer"] for row in rows] == [f"it is {n}" for n in (7, 8, 9, 10)]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import copy
 from typing import Any
 
 import pytest
-from helpers.tiny import BOS_ID, EOS_ID, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from helpers.tiny import BOS_ID, EOS_ID, tiny_tokenizer
 from offramp.common.errors import OfframpError
 from offramp.train.data.sources import SourceConfig
 from offramp.train.data.tokenize import Example, RowEncoder, describe_skipped, encode_rows, tokenize_chat
@@ -29,7 +29,7 @@ def encode(row: dict[str, Any], max_length: int = 64, **source: Any) -> list[Exa
 
 
 def ids(text: str) -> list[int]:
-    return tiny_tokenizer()(text)["input_ids"]  # pyright: ignore[reportReturnType]
+    return tiny_tokenizer()(text)["input_ids"]
 
 
 def trained(example: Example) -> str:
@@ -54,7 +54,7 @@ def test_long_text_is_cut_so_that_each_token_is_predicted_once(length: int) -> N
 
 
 def test_prompt_is_masked_and_completion_ends() -> None:
-    pair = {"prompt": "{q}\nAnswer:", "completion": " {a}"}
+    pair: dict[str, Any] = {"prompt": "{q}\nAnswer:", "completion": " {a}"}
     (example,) = encode({"q": "why", "a": "so"}, **pair)
     prompt = ids("why\nAnswer:")
     assert example.input_ids == [*prompt, *ids(" so")]
@@ -69,7 +69,7 @@ def test_column_names_and_escaped_braces() -> None:
 
 
 def test_prompt_longer_than_the_sequence_is_skipped_never_a_row_without_labels() -> None:
-    pair = {"prompt": "q", "completion": "a"}
+    pair: dict[str, Any] = {"prompt": "q", "completion": "a"}
     length = len(ids("a long prompt"))
     assert encoder(length - 1, **pair).encode({"q": "a long prompt", "a": "yes"}) == "prompt_too_long"
     (just,) = encode({"q": "a long prompt", "a": "yes"}, max_length=length, **pair)
@@ -80,7 +80,7 @@ def test_prompt_longer_than_the_sequence_is_skipped_never_a_row_without_labels()
 @pytest.mark.parametrize("blank", ["", "  \n\t", None])
 def test_blank_rows_are_recognised(blank: str | None) -> None:
     assert encoder().encode({"text": blank}) == "blank"
-    pair = {"prompt": "Q: {q}\nA:", "completion": " {a}"}
+    pair: dict[str, Any] = {"prompt": "Q: {q}\nA:", "completion": " {a}"}
     assert encoder(**pair).encode({"q": blank, "a": "yes"}) == "blank"
     assert encoder(**pair).encode({"q": "why", "a": blank}) == "blank"
 

@@ -88,10 +88,9 @@ def load_docstrings(options: DocstringOptions, cache_directory: Path) -> list[di
     """
     roots = [Path(root) for root in options.roots] if options.roots is not None else _default_roots()
     # Split, shares, seed and lengths only filter, so all of them share one collection.
-    key = json.dumps(
-        [_CACHE_VERSION, [str(root) for root in roots], _root_state(roots), options.max_files, options.max_seconds]
-        + [sorted(options.packages) if options.packages is not None else None]
-    )
+    packages = sorted(options.packages) if options.packages is not None else None
+    places = [[str(root) for root in roots], _root_state(roots)]
+    key = json.dumps([_CACHE_VERSION, *places, packages, options.max_files, options.max_seconds])
     path = cache_directory / f"docstrings-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
     if not path.exists():
         cache_directory.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,12 @@
 """Batches in an order that seed and epoch decide, that ranks share out, and that a checkpoint can resume.
 
 The order of rows never depends on the number of data-parallel ranks: step s of an epoch takes the next
-`batch_size * num_replicas` rows, and rank r the r-th part of them. So a run continues exactly on another number of ranks
-as long as that product stays the same, and the ranks of one pipeline, which have one data-parallel rank, see equal rows.
+`batch_size * num_replicas` rows, and rank r the r-th part of them. So a run continues exactly on another number of
+ranks as long as that product stays the same, and the ranks of one pipeline, which have one data-parallel rank, see
+equal rows.
 
-These loaders are deliberately not `torch.utils.data.DataLoader`s, although they use one inside: Lightning would replace a
-DataLoader's sampler, which must not happen. What Lightning needs is here: an iterator, a length, `state_dict` and
+These loaders are deliberately not `torch.utils.data.DataLoader`s, although they use one inside: Lightning would replace
+a DataLoader's sampler, which must not happen. What Lightning needs is here: an iterator, a length, `state_dict` and
 `load_state_dict` (mid-epoch resume), and a `batch_sampler` that leads to `set_epoch`.
 """
 
@@ -99,11 +100,13 @@ class BatchLoader(ABC):
             OfframpError: the position lies within an epoch over other rows, or in steps of another size.
         """
         now = {"step_size": self.share.step_size, **self._identity}
-        changed = [f"{key} was {state.get(key)!r} and is {value!r}" for key, value in now.items() if state.get(key) != value]
+        changed = [
+            f"{key} was {state.get(key)!r} and is {value!r}" for key, value in now.items() if state.get(key) != value
+        ]
         if changed and state["batch"] > 0:
             raise OfframpError(
-                f"cannot resume in the middle of epoch {state['epoch']}: {'; '.join(changed)}; restore the data settings "
-                "(batch_size x data-parallel ranks must stay equal), or start a new run from the exported weights"
+                f"cannot resume in the middle of epoch {state['epoch']}: {'; '.join(changed)}; restore the data "
+                "settings (batch_size x data-parallel ranks must stay equal), or start a new run from exported weights"
             )
         self._start(int(state["epoch"]), int(state["batch"]))
 
@@ -188,7 +191,8 @@ class MapLoader(BatchLoader):
         if drop_last and self.num_rows < share.step_size:
             raise OfframpError(
                 f"the training data fill {self.num_rows} rows, but one step takes {share.step_size} (batch_size "
-                f"{share.batch_size} x {share.num_replicas} data-parallel ranks); lower data.batch_size, or give more data"
+                f"{share.batch_size} x {share.num_replicas} data-parallel ranks); lower data.batch_size, or give more "
+                "data"
             )
 
     def __len__(self) -> int:
@@ -230,9 +234,9 @@ class _StreamedBatches(IterableDataset[TokenBatch]):
 class StreamLoader(BatchLoader):
     """Batches of a stream, whose length nobody knows.
 
-    Every rank reads and tokenises the whole stream and takes its rows. That costs tokenisation per rank, and buys that all
-    ranks end after the same step (nobody waits for ever in a collective), that no row is lost or seen twice, and that the
-    order does not depend on the number of ranks. A resumed run reads again, and drops, what it had seen.
+    Every rank reads and tokenises the whole stream and takes its rows. That costs tokenisation per rank, and buys that
+    all ranks end after the same step (nobody waits for ever in a collective), that no row is lost or seen twice, and
+    that the order does not depend on the number of ranks. A resumed run reads again, and drops, what it had seen.
 
     Args:
         stream: the examples of an epoch, in its order.
@@ -243,8 +247,8 @@ class StreamLoader(BatchLoader):
         drop_last: see `MapLoader`.
         seed: only named in the position; `stream` applies it.
         num_workers: with 1 or more, one process reads ahead.
-        count_taken: the position counts calls of `mark_taken` instead of batches handed out. Lightning fetches one batch
-            ahead when a loader has no length, so what was handed out is not what was trained on.
+        count_taken: the position counts calls of `mark_taken` instead of batches handed out. Lightning fetches one
+            batch ahead when a loader has no length, so what was handed out is not what was trained on.
         name: of the source, for the position.
     """
 

@@ -1,8 +1,8 @@
 """Examples -> rows of one length.
 
 Packed examples do not see each other: each is a segment of its row, attention is block-diagonal over segments and
-positions restart at 0, so packing changes the speed and nothing else. For the same reason it does not matter who shares a
-row with whom, and rows can be planned once and shuffled whole.
+positions restart at 0, so packing changes the speed and nothing else. For the same reason it does not matter who shares
+a row with whom, and rows can be planned once and shuffled whole.
 
 Legend: B batch (rows), T time.
 """

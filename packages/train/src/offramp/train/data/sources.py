@@ -31,17 +31,17 @@ _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One source of rows, and how a row becomes an example.
+    r"""One source of rows, and how a row becomes an example.
 
     Exactly one of these ways of reading a row is used: `text`; `prompt` with `completion`; `messages`; `input_ids`.
     `text`, `prompt` and `completion` are either the name of a column or a format string over columns, such as
-    ``"{cron}\\nEnglish:"`` (a literal brace is written twice).
+    ``"{cron}\nEnglish:"`` (a literal brace is written twice).
 
     Attributes:
-        kind: `files` reads `path` (files or globs: txt, md, jsonl, json, csv, parquet, also compressed); `hub` loads the
-            data set named `path`; `docstrings` is the documentation corpus, no download; `generator` calls the Python
-            function `path` ("module:function"), which yields one dict per row and has to yield the same rows whenever
-            it is called with the same options.
+        kind: `files` reads `path` (files or globs: txt, md, jsonl, json, csv, parquet, also compressed); `hub` loads
+            the data set named `path`; `docstrings` is the documentation corpus, no download; `generator` calls the
+            Python function `path` ("module:function"), which yields one dict per row and has to yield the same rows
+            whenever it is called with the same options.
         path: see `kind`; not used by `docstrings`.
         config_name: configuration of a hub data set ("3.0.0" of cnn_dailymail).
         split: split of a hub data set; slices such as "train[:1%]" work, for files too, unless streaming.
@@ -53,8 +53,8 @@ class SourceConfig:
         completion: the part that is trained on.
         messages: column of chat messages ({"role", "content"} each); every assistant turn is trained on.
         input_ids: column of token ids, used as they are.
-        labels: column of labels beside `input_ids`, in Hugging Face's convention (aligned with `input_ids`, -100 is not
-            trained on); without it all tokens are trained on.
+        labels: column of labels beside `input_ids`, in Hugging Face's convention (aligned with `input_ids`, -100 is
+            not trained on); without it all tokens are trained on.
         append_eos: end texts and completions with the tokenizer's end-of-sequence token.
     """
 
@@ -79,7 +79,7 @@ class SourceConfig:
             raise OfframpError(f"a source reads rows in one way, but {' and '.join(ways)} are set; keep one of them")
         if (self.prompt is None) != (self.completion is None):
             given, lacking = ("prompt", "completion") if self.completion is None else ("completion", "prompt")
-            raise OfframpError(f"a source with {given!r} needs {lacking!r} as well; for text without a prompt use 'text'")
+            raise OfframpError(f"a source with {given!r} needs {lacking!r}; for text without a prompt use 'text'")
         if self.labels is not None and self.input_ids is None:
             raise OfframpError("a source with 'labels' needs the token ids they belong to; set 'input_ids'")
         if self.kind != "docstrings" and not self.path:
@@ -158,7 +158,7 @@ def _load(source: SourceConfig, path: str, **arguments: Any) -> Dataset | Iterab
     import datasets
 
     try:
-        return datasets.load_dataset(path, streaming=source.streaming, **arguments)  # pyright: ignore[reportReturnType]
+        return datasets.load_dataset(path, streaming=source.streaming, **arguments)
     except Exception as fault:  # the library raises a dozen types, most about the user's files or names
         cause = fault.__cause__ or fault
         detail = " ".join(str(cause).split())[:300]

@@ -41,6 +41,9 @@ class Example(NamedTuple):
     labels: Sequence[int]
 
 
+Encoded = list[Example] | Reason
+
+
 class RowEncoder:
     """Turns rows of one source into examples.
 
@@ -54,8 +57,8 @@ class RowEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: SourceConfig, max_length: int) -> None:
         if source.append_eos and tokenizer.eos_token_id is None and source.messages is None:
             raise OfframpError(
-                "the tokenizer has no end-of-sequence token to append; set append_eos: false in the source, or eos_token "
-                "in tokenizer_config.json"
+                "the tokenizer has no end-of-sequence token to append; set append_eos: false in the source, or "
+                "eos_token in tokenizer_config.json"
             )
         self.tokenizer = tokenizer
         self.source = source
@@ -63,8 +66,8 @@ class RowEncoder:
         self._eos = [int(tokenizer.eos_token_id)] if source.append_eos and source.input_ids is None else []  # pyright: ignore[reportArgumentType]
         if source.messages is not None and not tokenizer.chat_template:
             raise OfframpError(
-                "the source reads chat messages, but the tokenizer has no chat template; add chat_template.jinja to the "
-                "checkpoint directory"
+                "the source reads chat messages, but the tokenizer has no chat template; add chat_template.jinja to "
+                "the checkpoint directory"
             )
 
     @property
@@ -77,7 +80,7 @@ class RowEncoder:
         parts.append(repr(sorted(self.tokenizer.special_tokens_map.items())))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
-    def encode(self, row: Mapping[str, Any]) -> list[Example] | Reason:
+    def encode(self, row: Mapping[str, Any]) -> Encoded:
         """The examples of one row, or why there are none.
 
         Raises:
@@ -85,11 +88,11 @@ class RowEncoder:
         """
         source = self.source
         if source.input_ids is not None:
-            return self._encode_ids(row)
+            return self._encode_ids(row, source.input_ids)
         if source.messages is not None:
-            return self._encode_messages(row)
+            return self._encode_messages(row, source.messages)
         if source.prompt is not None and source.completion is not None:
-            return self._encode_pair(row)
+            return self._encode_pair(row, source.prompt, source.completion)
         assert source.reads_text is not None
         text = self._fill(source.reads_text, row)
         if text is None:
@@ -97,9 +100,8 @@ class RowEncoder:
         ids = self._strip_eos(self._tokenize(text, special=True)) + self._eos
         return self._cut(ids, ids)
 
-    def _encode_pair(self, row: Mapping[str, Any]) -> list[Example] | Reason:
-        assert self.source.prompt is not None and self.source.completion is not None
-        prompt, completion = self._fill(self.source.prompt, row), self._fill(self.source.completion, row)
+    def _encode_pair(self, row: Mapping[str, Any], prompt_template: str, completion_template: str) -> Encoded:
+        prompt, completion = self._fill(prompt_template, row), self._fill(completion_template, row)
         if prompt is None or completion is None:
             return "blank"
         given = self._strip_eos(self._tokenize(prompt, special=True))
@@ -109,9 +111,8 @@ class RowEncoder:
         ids = (given + wanted)[: self.max_length + 1]
         return _examples([_shift(ids, [IGNORED_LABEL] * len(given) + ids[len(given) :])])
 
-    def _encode_ids(self, row: Mapping[str, Any]) -> list[Example] | Reason:
-        assert self.source.input_ids is not None
-        ids = [int(token) for token in self._column(row, self.source.input_ids) or ()]
+    def _encode_ids(self, row: Mapping[str, Any], column: str) -> Encoded:
+        ids = [int(token) for token in self._column(row, column) or ()]
         if not ids:
             return "blank"
         if self.source.labels is None:
@@ -119,14 +120,13 @@ class RowEncoder:
         labels = [int(label) for label in self._column(row, self.source.labels) or ()]
         if len(labels) != len(ids):
             raise OfframpError(
-                f"a row of {self.source.name} has {len(ids)} input_ids but {len(labels)} labels; labels are aligned with "
-                "input_ids, not shifted"
+                f"a row of {self.source.name} has {len(ids)} input_ids but {len(labels)} labels; labels are aligned "
+                "with input_ids, not shifted"
             )
         return self._cut(ids, labels)
 
-    def _encode_messages(self, row: Mapping[str, Any]) -> list[Example] | Reason:
-        assert self.source.messages is not None
-        messages = self._column(row, self.source.messages)
+    def _encode_messages(self, row: Mapping[str, Any], column: str) -> Encoded:
+        messages = self._column(row, column)
         if not messages or not any(message.get("role") == "assistant" for message in messages):
             return "blank" if not messages else "nothing_to_train"
         ids, trained = tokenize_chat(self.tokenizer, messages)
@@ -135,10 +135,10 @@ class RowEncoder:
         ids = ids[: self.max_length + 1]
         return _examples([_shift(ids, [i if on else IGNORED_LABEL for i, on in zip(ids, trained, strict=False)])])
 
-    def _cut(self, ids: list[int], labels: list[int]) -> list[Example] | Reason:
+    def _cut(self, ids: list[int], labels: list[int]) -> Encoded:
         """Pieces of `max_length` inputs; neighbours share one token, so that each label appears exactly once."""
-        starts = range(0, max(len(ids) - 1, 1), self.max_length)
-        return _examples([_shift(ids[i : i + self.max_length + 1], labels[i : i + self.max_length + 1]) for i in starts])
+        pieces = [slice(i, i + self.max_length + 1) for i in range(0, max(len(ids) - 1, 1), self.max_length)]
+        return _examples([_shift(ids[piece], labels[piece]) for piece in pieces])
 
     def _fill(self, template: str, row: Mapping[str, Any]) -> str | None:
         """The text of a column or format string; None if everything it takes from the row is blank."""
@@ -161,7 +161,7 @@ class RowEncoder:
 
     def _tokenize(self, text: str, *, special: bool) -> list[int]:
         # Long documents are cut by us; the tokenizer's warning about its model's context does not apply.
-        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _strip_eos(self, ids: list[int]) -> list[int]:
         """Some tokenizers end every text themselves; the end belongs after the completion, and once."""
@@ -216,7 +216,7 @@ def _shift(ids: list[int], labels: list[int]) -> Example:
     return Example(ids[:-1], labels[1:])
 
 
-def _examples(candidates: Iterable[Example]) -> list[Example] | Reason:
+def _examples(candidates: Iterable[Example]) -> Encoded:
     examples = [example for example in candidates if any(label != IGNORED_LABEL for label in example.labels)]
     return examples or "nothing_to_train"
 
@@ -237,7 +237,7 @@ def encode_rows(encoder: RowEncoder, rows: Mapping[str, list[Any]]) -> dict[str,
     return out
 
 
-def _flat(result: list[Example] | Reason) -> Iterator[tuple[Example, str]]:
+def _flat(result: Encoded) -> Iterator[tuple[Example, str]]:
     if isinstance(result, str):
         yield Example([], []), result
     else:
