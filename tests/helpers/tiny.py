@@ -51,6 +51,9 @@ def tiny_config(**overrides: Any) -> dict[str, Any]:
         "rope_theta": 10000.0,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
+        # Silence would mean transformers' own sizes here: heads of 128, a window of 4,096.
+        **({"head_dim": 16} if model_type == "qwen3" else {}),
+        **({"sliding_window": None} if model_type == "mistral" else {}),
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,

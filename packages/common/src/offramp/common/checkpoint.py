@@ -4,12 +4,13 @@
     exits.safetensors    weights of the exit heads; absent tensors are tied
     exits.json           schema version, exits, policy, calibration record, provenance, hashes
 
-Loading is strict: a missing, extra or misshapen tensor, a hash that differs or an unknown schema version is an error that
-names the path and the remedy. Nothing is ever served with random weights.
+Loading is strict: a missing, extra or misshapen tensor, a hash that differs or an unknown schema version is an error
+that names the path and the remedy. Nothing is ever served with random weights.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,9 +35,10 @@ from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 
 SCHEMA_VERSION = 1
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXITS_JSON, EXITS_WEIGHTS = "exits.json", "exits.safetensors"
 _EXIT_PREFIX = "exits."
-# Files beside the weights that make a directory complete for transformers: tokenizer, chat template, generation defaults.
+# What else makes a directory complete for transformers: tokenizer, chat template, generation defaults.
 _ASSETS = (
     "generation_config.json",
     "tokenizer*",
@@ -100,9 +103,9 @@ def load_checkpoint(
 
     Args:
         path: the directory.
-        dtype: convert weights; as stored if None.
-        exits: declare exits that need no weights of their own (head `final` or `bare`, tied) on a plain directory, as for
-            LayerSkip models, whose exits share the final norm and head.
+        dtype: convert weights; as stored if None (the narrowest type that loses nothing if files hold several).
+        exits: declare exits that need no weights of their own (head `final` or `bare`, tied) on a plain directory, as
+            for LayerSkip models, whose exits share the final norm and head.
         verify: compare the hashes in `exits.json`.
 
     Raises:
@@ -119,20 +122,22 @@ def load_checkpoint(
             raise OfframpError(f"{directory} already has exits of its own ({EXITS_JSON}); do not declare others.")
         record = _read_record(directory, verify)
         exits = ExitConfig.from_json(record["exits"])
+    elif exits is not None and not (exits.head in ("bare", "final") and exits.tied):
+        raise OfframpError(f"exits with head {exits.head!r} need weights; add them with `offramp import --exits`.")
     exits = exits or ExitConfig()
     weights = read_weights(directory, config.tie_word_embeddings)
     if (directory / EXITS_WEIGHTS).is_file():
-        weights |= read_tensors(directory / EXITS_WEIGHTS)
+        weights |= _read_exit_weights(directory / EXITS_WEIGHTS)
     with torch.device("meta"):
         model = MultiExitTransformer(config, exits)
     _check_tensors(directory, model, weights)
     model.load_state_dict(weights, assign=True)
-    model.requires_grad_(True)
     policy = ExitPolicy.from_json(record["policy"]) if record.get("policy") else None
     if policy is not None:
-        policy.check(exits.layers)
+        policy.check(exits.layers, config.vocab_size)
     return Checkpoint(
-        model=model.to(dtype=dtype).eval(),
+        # One type throughout, even where files hold several: the narrowest that loses nothing.
+        model=model.to(dtype or functools.reduce(torch.promote_types, {w.dtype for w in weights.values()})).eval(),
         hf_config=hf_config,
         policy=policy,
         calibration=record.get("calibration"),
@@ -163,8 +168,9 @@ def save_checkpoint(
         backbone = {name: tensor for name, tensor in state.items() if not name.startswith(_EXIT_PREFIX)}
         heads = {name: tensor.cpu().contiguous() for name, tensor in state.items() if name.startswith(_EXIT_PREFIX)}
         write_weights(scratch, backbone)
-        hf_config = {**checkpoint.hf_config, "dtype": str(next(iter(state.values())).dtype).removeprefix("torch.")}
-        hf_config.pop("torch_dtype", None)
+        # Both names of the field are read by transformers; the one that is there is kept, so that config.json is too.
+        field = "torch_dtype" if "torch_dtype" in checkpoint.hf_config else "dtype"
+        hf_config = {**checkpoint.hf_config, field: str(backbone["norm.weight"].dtype).removeprefix("torch.")}
         (scratch / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
         if heads:
             save_file(heads, scratch / EXITS_WEIGHTS, metadata={"format": "pt"})
@@ -173,7 +179,7 @@ def save_checkpoint(
                 for file in source.glob(pattern):
                     if file.is_file():
                         shutil.copy2(file, scratch / file.name)
-        if checkpoint.exits.layers:
+        if checkpoint.exits.layers or checkpoint.provenance:
             write_record(scratch, checkpoint)
     return target
 
@@ -197,15 +203,10 @@ def write_record(directory: Path, checkpoint: Checkpoint) -> None:
 
 def sha256(file: Path) -> str:
     """Hex digest of a file."""
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(handle)
-
-
-def _digest(handle: Any) -> str:
-    # Python 3.10 has no hashlib.file_digest.
     digest = hashlib.sha256()
-    while chunk := handle.read(1 << 20):
-        digest.update(chunk)
+    with file.open("rb") as handle:
+        while chunk := handle.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -214,8 +215,8 @@ def _read_record(directory: Path, verify: bool) -> dict[str, Any]:
     record = read_json(path)
     if (version := record.get("schema_version")) != SCHEMA_VERSION:
         raise OfframpError(
-            f"{path} has schema version {version!r}, this Offramp reads {SCHEMA_VERSION}; export it again, or install a "
-            "matching Offramp."
+            f"{path} has schema version {version!r}, this Offramp reads {SCHEMA_VERSION}; export it again, or install "
+            "a matching Offramp."
         )
     if unknown := set(record) - {"schema_version", "exits", "policy", "calibration", "provenance", "sha256"}:
         raise OfframpError(f"{path} has unknown sections {sorted(unknown)}.")
@@ -228,28 +229,39 @@ def _read_record(directory: Path, verify: bool) -> dict[str, Any]:
                 raise OfframpError(f"{file} is missing, although {path} lists it; copy the whole directory again.")
             if sha256(file) != expected:
                 raise OfframpError(
-                    f"{file} is not the file that {path} was written for (its SHA-256 differs); copy the whole directory "
-                    "again, or export it again."
+                    f"{file} is not the file that {path} was written for (its SHA-256 differs); copy the whole "
+                    "directory again, or export it again."
                 )
     return record
+
+
+def _read_exit_weights(file: Path) -> dict[str, Tensor]:
+    weights = read_tensors(file)
+    if foreign := sorted(name for name in weights if not name.startswith(_EXIT_PREFIX)):
+        raise OfframpError(f"{file} holds {foreign[0]!r}, which is not a tensor of an exit head; export it again.")
+    return weights
 
 
 def _check_tensors(directory: Path, model: MultiExitTransformer, weights: Mapping[str, Tensor]) -> None:
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if missing := sorted(expected.keys() - weights.keys()):
         raise OfframpError(
-            f"{directory} lacks {len(missing)} tensors, the first is {missing[0]!r}; the directory is incomplete or its "
-            "config.json belongs to another model."
+            f"{directory} lacks {len(missing)} tensors, the first is {missing[0]!r}; the directory is incomplete or "
+            "its config.json belongs to another model."
         )
     if extra := sorted(weights.keys() - expected.keys()):
         raise OfframpError(
-            f"{directory} holds {len(extra)} tensors the model does not have, the first is {extra[0]!r}; its config.json or "
-            f"{EXITS_JSON} belongs to another model."
+            f"{directory} holds {len(extra)} tensors the model does not have, the first is {extra[0]!r}; its "
+            f"config.json or {EXITS_JSON} belongs to another model."
         )
     for name, shape in expected.items():
         if weights[name].shape != shape:
             raise OfframpError(
                 f"{directory}: tensor {name!r} has shape {list(weights[name].shape)}, the config says {list(shape)}."
+            )
+        if weights[name].dtype not in DTYPES.values():
+            raise OfframpError(
+                f"{directory}: tensor {name!r} is {weights[name].dtype}; Offramp reads {', '.join(DTYPES)} only."
             )
 
 
@@ -261,13 +273,22 @@ def _replacing(target: Path, overwrite: bool) -> Iterator[Path]:
             raise OfframpError(f"{target} already exists; choose another directory or remove it.")
         if not (target / "config.json").is_file():
             raise OfframpError(f"{target} exists and is not a checkpoint directory, so it is not overwritten.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    target = target.resolve()  # through a link to the directory it names, so that the link stays
     try:
-        yield scratch
-        scratch.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        scratch.replace(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        new, old = scratch / "new", scratch / "old"
+        try:
+            new.mkdir()
+            yield new
+            for file in new.iterdir():
+                file.chmod(0o644)  # safetensors writes for the owner alone
+            if target.exists():
+                target.replace(old)
+            new.replace(target)
+        finally:
+            if old.exists() and not target.exists():
+                old.replace(target)
+            shutil.rmtree(scratch, ignore_errors=True)
+    except (OSError, SafetensorError) as fault:
+        raise OfframpError(f"{target} cannot be written: {fault}.") from fault

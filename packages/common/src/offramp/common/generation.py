@@ -1,7 +1,7 @@
 """Naive generation: no cache, no batch, the whole model over the whole text for every token. Slow, obvious, the oracle.
 
-Early exit with *saturated KV fill* is written here in one line: a token that left after layer e keeps its state above e,
-and upper layers make its keys and values from that state (`Layout.exit_depths`).
+Early exit with *saturated KV fill* is written here in one line: a token that left after layer e keeps its state above
+e, and upper layers make its keys and values from that state (`Layout.exit_depths`).
 
 Legend: T time, D model, V vocabulary, L layers.
 """

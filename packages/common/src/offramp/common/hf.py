@@ -43,8 +43,12 @@ def weight_files(directory: Path) -> list[Path]:
     if (directory / INDEX).is_file():
         names = sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))
         files = [directory / name for name in names]
-        if not files or (missing := [file.name for file in files if not file.is_file()]):
-            raise OfframpError(f"{directory / INDEX} names shards that are not there: {missing if files else 'none'}.")
+        if not files:
+            raise OfframpError(f"{directory / INDEX} names no shards; copy it again.")
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise OfframpError(
+                f"{directory} lacks {', '.join(missing)}, which {INDEX} names; copy the whole directory."
+            )
         return files
     if any(directory.glob("*.bin")):
         raise OfframpError(
@@ -60,7 +64,9 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as handle:
             return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError) as fault:
-        raise OfframpError(f"{file} cannot be read as safetensors: {fault}; it may be cut short, copy it again.") from None
+        raise OfframpError(
+            f"{file} cannot be read as safetensors: {fault}; it may be cut short, copy it again."
+        ) from None
 
 
 def read_weights(directory: Path, tied: bool) -> dict[str, Tensor]:

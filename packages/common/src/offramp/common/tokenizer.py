@@ -20,7 +20,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     if not any(directory.glob("tokenizer*")) and not (directory / "vocab.json").is_file():
         raise OfframpError(f"{directory} holds no tokenizer; copy tokenizer.json and tokenizer_config.json into it.")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as fault:
         raise OfframpError(f"the tokenizer in {directory} cannot be loaded: {fault}") from None
     return tokenizer

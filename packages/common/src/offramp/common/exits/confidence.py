@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,8 +30,8 @@ def margin(logits: Tensor) -> Tensor:
 
 def entropy(logits: Tensor) -> Tensor:
     """One minus the entropy as a share of its maximum, log V: [N, V] -> [N]."""
-    log_p = logits.float().log_softmax(dim=-1)
-    return 1.0 + (log_p.exp() * log_p).sum(dim=-1) / math.log(logits.shape[-1])
+    # entr(0) is 0, so a masked token (a logit of -inf) counts as impossible rather than as NaN.
+    return 1.0 - torch.special.entr(logits.float().softmax(dim=-1)).sum(dim=-1) / math.log(logits.shape[-1])
 
 
 def cosine(state: Tensor, previous: Tensor) -> Tensor:

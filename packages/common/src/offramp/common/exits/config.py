@@ -18,9 +18,9 @@ class ExitConfig:
     Attributes:
         layers: exit layers, ascending: the number of blocks run before each exit.
         head: what comes before the unembedding:
-            `bare` nothing; `final` the model's own final norm (LayerSkip); `norm` a norm; `adapter` a residual linear map
-            or small MLP, then a norm; `mlp` a residual feed-forward, then a norm (EE-LLM's exit MLP); `block` a whole
-            Transformer block, then a norm (EE-LLM's exit block).
+            `bare` nothing; `final` the model's own final norm (LayerSkip); `norm` a norm; `adapter` a residual linear
+            map or small MLP, then a norm; `mlp` a residual feed-forward, then a norm (EE-LLM's exit MLP); `block` a
+            whole Transformer block, then a norm (EE-LLM's exit block).
         tied: exits share the model's unembedding; otherwise each has its own.
         adapter_dim: width of the adapter's hidden layer; None is a single linear map.
     """

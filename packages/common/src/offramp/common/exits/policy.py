@@ -23,7 +23,7 @@ class ExitPolicy:
         min_layer: exits below this layer are not used.
         decay: tau of CALM's decaying threshold (section 3.3, eq. 5): at step t of at most N the threshold is
             clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1), so early tokens, whose errors everything later inherits, must
-            be surer. None keeps thresholds constant.
+            be surer. None keeps thresholds constant, and those of 1 or more, which mean never, are kept in any case.
         shortlist: token ids over which logit measures are computed; None is the whole vocabulary. An exit whose best
             shortlisted token is not the best token overall may still leave, and then says the best token overall.
     """
@@ -41,7 +41,7 @@ class ExitPolicy:
             )
         if any(math.isnan(value) for value in self.thresholds.values()):
             raise OfframpError("an exit threshold is NaN; give a number.")
-        if self.decay is not None and self.decay < 0:
+        if self.decay is not None and not self.decay >= 0:
             raise OfframpError(f"decay {self.decay} must be 0 or more.")
         if self.shortlist is not None and len(self.shortlist) < 2:
             raise OfframpError(f"a shortlist of {len(self.shortlist)} tokens is too short; it needs at least 2.")
@@ -57,7 +57,7 @@ class ExitPolicy:
         value = self.thresholds.get(layer)
         if value is None or layer < self.min_layer:
             return math.inf
-        if self.decay is None:
+        if self.decay is None or value >= 1.0:
             return value
         value = 0.9 * value + 0.1 * math.exp(-self.decay * step / max(max_steps, 1))
         return min(max(value, 0.0), 1.0)
@@ -66,11 +66,15 @@ class ExitPolicy:
         """The same policy with one threshold at all of `layers`."""
         return replace(self, thresholds=dict.fromkeys(layers, value))
 
-    def check(self, exit_layers: Iterable[int]) -> None:
-        """Raise `OfframpError` if a threshold names a layer where the model has no exit."""
+    def check(self, exit_layers: Iterable[int], vocab_size: int | None = None) -> None:
+        """Raise `OfframpError` if a threshold names a layer without an exit, or the shortlist a token out of range."""
         known = set(exit_layers)
         if wrong := sorted(set(self.thresholds) - known):
             raise OfframpError(f"thresholds name layers {wrong}, but the model has exits at {sorted(known)}.")
+        if vocab_size is not None:
+            for token in self.shortlist or ():
+                if not 0 <= token < vocab_size:
+                    raise OfframpError(f"the shortlist names token {token}, outside the vocabulary of {vocab_size}.")
 
     def to_json(self) -> dict[str, Any]:
         """Plain containers for `exits.json`."""

@@ -51,7 +51,8 @@ class Layout:
             input_ids: [B, T], read for its shape and device only.
             segment_ids: [B, T], equal within one packed example; tokens see earlier tokens of their own segment only.
             exit_depths: [B, T], see the class.
-            rope_length: tokens the rotary frequencies are made for (dynamic scaling); the longest position here if None.
+            rope_length: tokens the rotary frequencies are made for (dynamic scaling); those of the longest segment if
+                None.
         """
         batch, time = input_ids.shape
         device = input_ids.device
@@ -66,7 +67,9 @@ class Layout:
             distance = steps[:, :, None] - steps[:, None, :]
             near = (distance >= 0) & (distance < config.sliding_window)
             mask = near if mask is None else mask & near
-        length = rope_length or int(positions.max()) + 1
+        length = rope_length or 0
+        if config.rope.type == "dynamic" and not length:
+            length = int(positions.max()) + 1  # waits for the device, so only where it matters
         cos, sin = rotary_tables(inverse_frequencies(config.rope, config.head_dim, length), positions)
         return cls(positions, cos, sin, None if mask is None else mask[:, None], exit_depths)
 

@@ -11,6 +11,14 @@ from offramp.common.errors import OfframpError
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeType = Literal["default", "linear", "dynamic", "llama3"]
 
+# What transformers assumes where a config.json is silent, as far as it is not the same for all.
+_SILENT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -36,22 +44,24 @@ class RopeConfig:
     def from_hf(cls, hf: Mapping[str, Any]) -> RopeConfig:
         """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
         scaling = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+        if nested := [key for key, value in scaling.items() if isinstance(value, Mapping)]:
+            raise OfframpError(f"rope_parameters differ between kinds of layers ({', '.join(nested)}); not supported.")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in get_args(RopeType):
-            raise OfframpError(
-                f"rope_type {kind!r} is not supported; Offramp knows {', '.join(get_args(RopeType))}."
-            )
+            raise OfframpError(f"rope_type {kind!r} is not supported; Offramp knows {', '.join(get_args(RopeType))}.")
         if float(scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) or 1.0) != 1.0:
             raise OfframpError("partial_rotary_factor other than 1 is not supported.")
+        length = int(hf["max_position_embeddings"])
         return cls(
             theta=float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0))),
             type=kind,
-            factor=float(scaling.get("factor", 1.0)),
-            low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-            high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-            original_length=int(
-                scaling.get("original_max_position_embeddings") or hf.get("max_position_embeddings", 2048)
-            ),
+            factor=1.0 if kind == "default" else float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]) if kind == "llama3" else 1.0,
+            high_freq_factor=float(scaling["high_freq_factor"]) if kind == "llama3" else 4.0,
+            # transformers reads the original length for llama3 only; dynamic starts from the promised length.
+            original_length=int(scaling.get("original_max_position_embeddings", length))
+            if kind == "llama3"
+            else length,
         )
 
 
@@ -96,16 +106,24 @@ class ModelConfig:
         Raises:
             OfframpError: the architecture or one of its options is not supported, or a field is missing.
         """
-        model_type = hf.get("model_type")
+        model_type: Any = hf.get("model_type")
         if model_type not in get_args(ModelType):
             raise OfframpError(
                 f"model_type {model_type!r} is not supported; Offramp knows {', '.join(get_args(ModelType))}."
             )
         if (activation := hf.get("hidden_act", "silu")) != "silu":
             raise OfframpError(f"hidden_act {activation!r} is not supported; only 'silu' is.")
+        if hf.get("quantization_config"):
+            raise OfframpError("quantised weights (quantization_config) are not supported; give the unquantised model.")
+        hf = {**_SILENT[model_type], **hf}
         try:
             num_heads = int(hf["num_attention_heads"])
             hidden_size = int(hf["hidden_size"])
+            num_kv_heads = int(hf.get("num_key_value_heads") or num_heads)
+            if num_heads % num_kv_heads:
+                raise OfframpError(
+                    f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}."
+                )
             attention_bias = bool(hf.get("attention_bias", False))
             return cls(
                 model_type=model_type,
@@ -114,7 +132,7 @@ class ModelConfig:
                 intermediate_size=int(hf["intermediate_size"]),
                 num_layers=int(hf["num_hidden_layers"]),
                 num_heads=num_heads,
-                num_kv_heads=int(hf.get("num_key_value_heads") or num_heads),
+                num_kv_heads=num_kv_heads,
                 head_dim=int(hf.get("head_dim") or hidden_size // num_heads),
                 max_position_embeddings=int(hf["max_position_embeddings"]),
                 rms_norm_eps=float(hf["rms_norm_eps"]),
@@ -128,7 +146,11 @@ class ModelConfig:
                 initializer_range=float(hf.get("initializer_range", 0.02)),
             )
         except KeyError as missing:
-            raise OfframpError(f"config.json lacks {missing}; it is not a complete {model_type} configuration.") from None
+            raise OfframpError(
+                f"config.json lacks {missing}; it is not a complete {model_type} configuration."
+            ) from None
+        except (TypeError, ValueError) as fault:
+            raise OfframpError(f"config.json is not understood: {fault}.") from None
 
 
 def _sliding_window(hf: Mapping[str, Any]) -> int | None:
@@ -136,9 +158,12 @@ def _sliding_window(hf: Mapping[str, Any]) -> int | None:
     # Qwen configs carry a window that is off unless `use_sliding_window` says otherwise.
     if window is None or (hf["model_type"] != "mistral" and not hf.get("use_sliding_window", False)):
         return None
-    kinds = set(hf.get("layer_types") or ["sliding_attention"])
+    kinds = set(hf.get("layer_types") or ())
+    if not kinds:
+        full = 0 if hf["model_type"] == "mistral" else int(hf.get("max_window_layers", 28))
+        kinds = {"sliding_attention" if index >= full else "full_attention" for index in range(hf["num_hidden_layers"])}
     if kinds == {"full_attention"}:
         return None
     if kinds != {"sliding_attention"}:
-        raise OfframpError("a mix of full and sliding-window layers (layer_types) is not supported.")
+        raise OfframpError(f"a mix of kinds of layers ({', '.join(sorted(kinds))}) is not supported.")
     return int(window)

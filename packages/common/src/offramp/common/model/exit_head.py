@@ -70,7 +70,9 @@ class ExitHead(nn.Module):
         return h if self.norm is None else self.norm(h)
 
     @torch.no_grad()
-    def copy_from(self, final_norm: RMSNorm, block: Block, last_block: Block, unembedding: Tensor, scale: float) -> None:
+    def copy_from(
+        self, final_norm: RMSNorm, block: Block, last_block: Block, unembedding: Tensor, scale: float
+    ) -> None:
         """Start from weights the model already has (EE-Tuning, section 3).
 
         The norm copies the final norm times `scale`, the feed-forward copies that of the exit layer's `block`, the exit

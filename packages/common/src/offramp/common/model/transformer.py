@@ -56,9 +56,7 @@ class MultiExitTransformer(nn.Module):
         """All exits, the final one last."""
         return (*self.exit_config.layers, self.config.num_layers)
 
-    def layout(
-        self, input_ids: Tensor, segment_ids: Tensor | None = None, exit_depths: Tensor | None = None
-    ) -> Layout:
+    def layout(self, input_ids: Tensor, segment_ids: Tensor | None = None, exit_depths: Tensor | None = None) -> Layout:
         """`Layout.build` for this model."""
         return Layout.build(self.config, input_ids, segment_ids, exit_depths)
 
@@ -104,6 +102,8 @@ class MultiExitTransformer(nn.Module):
         """
         layout = layout or self.layout(input_ids)
         wanted = self.exit_layers if exits is None else tuple(sorted(exits))
+        for exit_layer in set(wanted) - {self.config.num_layers}:
+            self._head(exit_layer)  # before the work, not after it
         h, depth = self.embed(input_ids), 0
         logits, hidden_states = {}, {}
         for exit_layer in wanted:
@@ -114,7 +114,7 @@ class MultiExitTransformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Fresh weights, as Hugging Face initialises them: normal with `initializer_range`, zero biases, norms of one."""
+        """Fresh weights as Hugging Face draws them: normal with `initializer_range`, zero biases, norms of one."""
         _randomise(self, self.config.initializer_range, generator)
 
     @torch.no_grad()

