@@ -19,8 +19,11 @@ find_python() {
             return
         fi
     done
-    fail "Offramp needs Python 3.10 or newer, and ${PYTHON:-none of python3.12, python3.11, python3.10, python3} is one" \
-        "($(python3 --version 2>&1 || true)); install it, or name one: make setup PYTHON=/path/to/python3.11"
+    if [ -n "${PYTHON:-}" ]; then
+        fail "Offramp needs Python 3.10 or newer, and PYTHON=$PYTHON is not one; name another, or leave it out"
+    fi
+    fail "Offramp needs Python 3.10 or newer, and none was found as python3.11, python3.12, python3.10, python3 or python;" \
+        "install it, or name one: make setup PYTHON=/path/to/python3.11"
 }
 
 # pip's many lines go to the log; the few that explain a wait are shown.
