@@ -227,9 +227,14 @@ class Request:
         return self._stop_ids
 
     @property
+    def may_stop(self) -> bool:
+        """Whether the next token may end it by a stop token or a stop string: `min_tokens` come before it."""
+        return len(self.output_token_ids) >= self.sampling.min_tokens
+
+    @property
     def forbidden_ids(self) -> frozenset[int]:
         """Tokens that must not be sampled next: every stop token, until `min_tokens` are generated."""
-        return self._stop_ids if len(self.output_token_ids) < self.sampling.min_tokens else frozenset()
+        return frozenset() if self.may_stop else self._stop_ids
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions `start` up to but not including `stop`, of prompt and output as one sequence."""

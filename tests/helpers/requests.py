@@ -1,0 +1,43 @@
+"""Requests and schedulers with small numbers, for tests that need no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offramp.serve.config import EngineConfig
+from offramp.serve.kv_cache.block_pool import BlockPool
+from offramp.serve.request import Request, SampledToken, SamplingParams
+from offramp.serve.scheduler import Scheduler
+from offramp.serve.scheduler_output import SchedulerOutput
+
+
+def make_request(
+    request_id: str = "a", prompt: int | tuple[int, ...] = 3, eos: tuple[int, ...] = (), **sampling: Any
+) -> Request:
+    """A request; `prompt` is its token ids or their number."""
+    ids = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
+    return Request(request_id, ids, SamplingParams(**sampling), eos_token_ids=frozenset(eos))
+
+
+def make_scheduler(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    budget: int = 16,
+    max_waiting: int = 100,
+    max_model_len: int = 10_000,
+) -> tuple[Scheduler, BlockPool]:
+    config = EngineConfig(
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_tokens_per_iteration=budget,
+        max_waiting=max_waiting,
+    )
+    pool = BlockPool(num_blocks)
+    return Scheduler(config, pool, max_model_len), pool
+
+
+def say(output: SchedulerOutput, token_id: int = 7, exit_layer: int = 1) -> dict[str, SampledToken]:
+    """The same token for every row that predicts one."""
+    return {item.request.request_id: SampledToken(token_id, exit_layer) for item in output.scheduled if item.samples}

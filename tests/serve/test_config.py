@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+
+from offramp.common.errors import OfframpError
+from offramp.serve.config import DEFAULT_KV_CACHE_BYTES, EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"block_size": 0}, "block_size 0"),
+        ({"max_num_seqs": True}, "max_num_seqs True"),
+        ({"max_waiting": 1.5}, "max_waiting 1.5"),
+        ({"num_blocks": -1}, "num_blocks -1"),
+        ({"num_blocks": 8, "kv_cache_bytes": 4096}, "give one of them"),
+        ({"max_num_seqs": 8, "max_tokens_per_iteration": 7}, "7 is below max_num_seqs 8"),
+        ({"sync_policy": "some"}, "all, regroup"),
+        ({"dtype": "float16"}, "float32, bfloat16"),
+    ],
+)
+def test_refuses_with_the_value_and_the_remedy(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(OfframpError, match=words):
+        EngineConfig(**settings)  # pyright: ignore[reportArgumentType]
+
+
+def test_cache_blocks() -> None:
+    assert EngineConfig(num_blocks=7).cache_blocks(block_bytes=10**12) == 7
+    assert EngineConfig(kv_cache_bytes=4097).cache_blocks(block_bytes=1024) == 4
+    assert EngineConfig().cache_blocks(block_bytes=1 << 20) == DEFAULT_KV_CACHE_BYTES >> 20
+    with pytest.raises(OfframpError, match=r"1023 holds no block.*1024 bytes"):
+        EngineConfig(kv_cache_bytes=1023).cache_blocks(block_bytes=1024)
