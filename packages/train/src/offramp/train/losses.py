@@ -1,0 +1,246 @@
+"""What multi-exit training minimises, and what it reports: sums over tokens, exit by exit. No framework in here.
+
+With w_e the weight of exit e, T_e its trained tokens in the whole global batch (all micro-batches of all data-parallel
+ranks) and d the share of distillation,
+
+    L = sum_e w_e * [(1 - d) / |T_e| * sum_{t in T_e} CE(z_e,t , y_t) + d / |T_L| * sum_{t in T_L} KL(z_L,t || z_e,t)]
+
+and the final exit L has d = 0. Every part of a batch therefore computes plain sums and divides by counts that are known
+before the first forward pass, so it does not matter how the batch is cut up.
+
+Legend: B batch, T time, N selected tokens, D model, V vocabulary, X exits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from offramp.common.errors import OfframpError
+from offramp.common.model.attention import Layout
+from offramp.common.model.exit_head import ExitHead
+from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+
+
+class MicroBatch(NamedTuple):
+    """Rows that go through the model together.
+
+    Attributes:
+        tokens: the rows.
+        exit_depths: [B, T] layers after which a token's state is frozen (fill-aware training), or None.
+    """
+
+    tokens: TokenBatch
+    exit_depths: Tensor | None = None
+
+    def split(self, parts: int) -> list[MicroBatch]:
+        """Cut into at most `parts` micro-batches whose numbers of rows differ by one at most."""
+        rows, parts = self.tokens.num_rows, min(parts, self.tokens.num_rows)
+        edges = [rows * part // parts for part in range(parts + 1)]
+        depths = self.exit_depths
+        return [
+            MicroBatch(self.tokens.rows(a, b), None if depths is None else depths[a:b])
+            for a, b in zip(edges, edges[1:], strict=False)
+        ]
+
+    def trained(self, exit_layer: int) -> Tensor:
+        """[B, T] bool: the tokens that the exit after `exit_layer` is trained on.
+
+        A token frozen below an exit never reaches it when serving, so that exit learns nothing from it.
+        """
+        mask = self.tokens.labels != IGNORED_LABEL
+        return mask if self.exit_depths is None else mask & (self.exit_depths >= exit_layer)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Weights of the exits.
+
+    Attributes:
+        weights: exit layer -> weight, the final exit last.
+        distill: d above, in [0, 1].
+    """
+
+    weights: Mapping[int, float]
+    distill: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.distill <= 1.0:
+            raise OfframpError(f"distill is {self.distill}; it must lie between 0 and 1.")
+        if any(weight < 0 for weight in self.weights.values()) or not any(self.weights.values()):
+            raise OfframpError(f"exit weights {list(self.weights.values())} must not be negative, nor all zero.")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Exit layers, the final one last."""
+        return tuple(self.weights)
+
+    @property
+    def final_layer(self) -> int:
+        """L, the last layer."""
+        return self.layers[-1]
+
+    def counts(self, batch: MicroBatch) -> Tensor:
+        """[X] float64: trained tokens of each exit."""
+        return torch.stack([batch.trained(layer).sum() for layer in self.layers]).double()
+
+    def loss(self, layer: int, sums: ExitTerm, counts: Tensor) -> Tensor:
+        """One exit's share of L (a scalar) from its sums over some tokens and everyone's `counts` [X].
+
+        Exits without tokens have sums of zero; dividing them by one keeps the loss finite.
+        """
+        index = self.layers.index(layer)
+        share = self.distill if layer != self.final_layer else 0.0
+        loss = (1.0 - share) * sums.cross_entropy / float(counts[index].clamp(min=1))
+        if share > 0.0:
+            loss = loss + share * sums.divergence / float(counts[-1].clamp(min=1))
+        return self.weights[layer] * loss
+
+
+class ExitTerm(NamedTuple):
+    """Sums over the trained tokens of one exit, each a scalar.
+
+    Attributes:
+        cross_entropy: in nats.
+        divergence: Kullback-Leibler divergence to the final exit in nats; zero without distillation.
+        correct: tokens whose label is the most probable one.
+    """
+
+    cross_entropy: Tensor
+    divergence: Tensor
+    correct: Tensor
+
+
+class ExitSums:
+    """Running sums for reports: plain numbers, added up over micro-batches, then over ranks.
+
+    Attributes:
+        layers: exit layers, the final one last.
+        values: [4, X] float64: cross-entropy, divergence, correct tokens, trained tokens.
+    """
+
+    def __init__(self, layers: tuple[int, ...], device: torch.device, values: Tensor | None = None) -> None:
+        self.layers = layers
+        self.values = torch.zeros(4, len(layers), dtype=torch.float64, device=device) if values is None else values
+
+    def add(self, layer: int, term: ExitTerm, count: Tensor) -> None:
+        """Add one exit's sums over `count` trained tokens."""
+        column = [value.detach().to(self.values) for value in (*term, count)]
+        self.values[:, self.layers.index(layer)] += torch.stack(column)
+
+    def report(self, objective: Objective) -> dict[str, float]:
+        """Metrics by name, without a prefix: `loss`, then `loss_exit_06` and `accuracy_exit_06` for each exit.
+
+        Exit losses are cross-entropies in nats per trained token; `loss` is the objective L.
+        """
+        counts = self.values[3]
+        names = [f"{layer:02d}" for layer in self.layers]
+        losses, _, accuracies, _ = (self.values / counts.clamp(min=1)).tolist()
+        total = sum(
+            float(objective.loss(layer, ExitTerm(*self.values[:3, index]), counts))
+            for index, layer in enumerate(self.layers)
+        )
+        return {
+            "loss": total,
+            **{f"loss_exit_{name}": loss for name, loss in zip(names, losses, strict=True)},
+            **{f"accuracy_exit_{name}": accuracy for name, accuracy in zip(names, accuracies, strict=True)},
+        }
+
+
+@dataclass(frozen=True)
+class ExitReader:
+    """Turns states after an exit layer into logits, for selected tokens only.
+
+    Attributes:
+        head: the exit's own modules; None at the final exit.
+        norm: the model's final norm where the exit shares it.
+        unembedding: [V, D].
+    """
+
+    head: ExitHead | None
+    norm: nn.Module | None
+    unembedding: Tensor
+
+    def __call__(self, h: Tensor, mask: Tensor, layout: Layout) -> Tensor:
+        """[B, T, D] states, [B, T] mask of N tokens -> [N, V]: prompts and padding never meet the vocabulary."""
+        if self.head is not None and self.head.block is not None:
+            x = self.head.transform(h, layout)[mask]  # attends over the sequence, so it needs all of it
+        else:
+            x = h[mask]
+            x = x if self.head is None else self.head.transform(x)
+        return F.linear(x if self.norm is None else self.norm(x), self.unembedding)
+
+
+def exit_reader(model: MultiExitTransformer, layer: int) -> ExitReader:
+    """The reader of an exit of a whole model."""
+    if layer == model.config.num_layers:
+        return ExitReader(None, model.norm, model.unembedding())
+    head = model.exits[str(layer)]
+    assert isinstance(head, ExitHead)
+    return ExitReader(head, model.norm if model.exit_config.head == "final" else None, model.unembedding(layer))
+
+
+def exit_term(logits: Tensor, labels: Tensor, teacher: Tensor | None = None, known: Tensor | None = None) -> ExitTerm:
+    """Sums of one exit over N tokens, in fp32 whatever the logits are.
+
+    Args:
+        logits: [N, V].
+        labels: [N].
+        teacher: [M, V] logits of the final exit, without gradient, for distillation.
+        known: [N] bool, the M of the N tokens that the teacher saw (not frozen below it).
+    """
+    log_p = logits.float().log_softmax(dim=-1)
+    divergence = log_p.new_zeros(())
+    if teacher is not None:
+        student = log_p if known is None else log_p[known]
+        divergence = F.kl_div(student, teacher.float().log_softmax(dim=-1), reduction="sum", log_target=True)
+    cross_entropy = F.nll_loss(log_p, labels, reduction="sum")
+    return ExitTerm(cross_entropy, divergence, (logits.argmax(dim=-1) == labels).sum())
+
+
+def exit_losses(
+    objective: Objective,
+    readers: Mapping[int, ExitReader],
+    states: Mapping[int, Tensor],
+    batch: MicroBatch,
+    layout: Layout,
+    counts: Tensor,
+    sums: ExitSums,
+) -> Iterator[Tensor]:
+    """The shares of L (scalars with a graph) of the exits in `states`, one at a time.
+
+    The caller may back-propagate each share before it asks for the next, so that the logits of one exit at a time are
+    alive. With distillation the final exit must be among the states.
+
+    Args:
+        objective: weights.
+        readers: of each exit in `states`.
+        states: exit layer -> [B, T, D].
+        batch: labels and depths.
+        layout: of the batch.
+        counts: [X] trained tokens in the whole global batch.
+        sums: is added to.
+    """
+    labels, final = batch.tokens.labels, objective.final_layer
+    distilled = objective.distill > 0.0 and len(states) > 1
+    teacher = None
+    # The teacher goes first. It is detached rather than made without gradient, since autocast would then hand its
+    # weight, cast without a graph, to the students that share it.
+    for layer in sorted(states, key=lambda layer: distilled and layer != final):
+        mask = batch.trained(layer)
+        logits = readers[layer](states[layer], mask, layout)
+        known = None if batch.exit_depths is None else batch.trained(final)[mask]
+        term = exit_term(logits, labels[mask], None if layer == final else teacher, known)
+        if distilled and layer == final:
+            teacher = logits.detach()
+        sums.add(layer, term, mask.sum())
+        loss = objective.loss(layer, term, counts)
+        del logits, term
+        yield loss
+        del loss

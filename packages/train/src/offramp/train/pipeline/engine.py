@@ -1,0 +1,361 @@
+"""DeepSpeed's `PipelineEngine` with a loss on every stage: auxiliary-loss back-propagation (EE-LLM, section 3.1, eq. 2).
+
+Stage i holds the losses of its own exits, L_i, and receives g_i, the gradient of everything later with respect to its
+output x_i. The gradient of L_i + <g_i, x_i> with respect to its parameters and its input is that of the whole objective.
+No inner product is formed: autograd starts from several roots at once, x_i with g_i and the states that the exits read.
+
+What an exit reads is remembered in the forward pass, its logits are computed in the backward pass, one exit after the
+other, so that no stage ever holds the logits of more than one exit and one micro-batch.
+
+DeepSpeed gives the 1F1B schedule, the optimizers (ZeRO-0 and 1), process groups and checkpoints. Nearly every instruction
+of the schedule is done anew here; the comments say what the stock one does that does not fit. `_INSTRUCTION_MAP` holds
+functions, not names, so a subclass has to list its own.
+
+Legend: B batch, T time, D model, S stages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from offramp.common.errors import OfframpError
+from offramp.common.model.attention import Layout
+from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses
+from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
+from offramp.train.pipeline.stages import Stage, StagePlan
+
+# isort: split
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+WEIGHTS = "stage_{:02d}.safetensors"
+"""Name of the weights of one stage in a checkpoint."""
+
+
+class StageModule(PipelineModule):
+    """A `Stage` as DeepSpeed wants it: process groups, and the parameters that stages share.
+
+    For DeepSpeed the pipeline has S layers, one per stage, and the stages of others are empty. Its own tied layers are not
+    used: they cannot share one parameter among several heads of a stage, and they save and load it in only one of them.
+    Needs an initialised process group.
+    """
+
+    def __init__(self, model: MultiExitTransformer, plan: StagePlan) -> None:
+        topology = PipeDataParallelTopology(plan.num_stages, dist.get_world_size() // plan.num_stages)
+        index = topology.get_coord(dist.get_rank()).pipe
+        stage = Stage(model, plan, index)
+        layers: list[nn.Module] = [nn.Identity() for _ in range(plan.num_stages)]
+        layers[index] = stage
+        self._plan = plan
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its layers, which say nothing here
+            super().__init__(layers=layers, topology=topology, partition_method="uniform")
+        self.stage = stage
+        # DeepSpeed's optimizers and gradient norms need at least one parameter on every rank.
+        self.idle = None
+        if not any(parameter.requires_grad for parameter in stage.parameters()):
+            self.idle = nn.Parameter(torch.zeros(1, device=next(stage.parameters()).device))
+
+    def forward(self, forward_input: Tensor, layout: Layout) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `Stage.forward`."""
+        return self.stage(forward_input, layout)
+
+    def _index_tied_modules(self) -> dict[str, Any]:
+        stage = next(module for module in self.forward_funcs if isinstance(module, Stage))
+        own, tied = dict(stage.shared_parameters()), {}
+        for name, holders in self._plan.shared.items():
+            for replica in range(self._grid.data_parallel_size):
+                # Every rank takes part in making every group.
+                ranks = [self._grid.stage_to_global(stage_id=holder, data=replica) for holder in holders]
+                group = dist.new_group(ranks=ranks)
+                if self.global_rank not in ranks:
+                    continue
+                tied[name] = {"ranks": ranks, "group": group, "weight_attr": [name], "module": stage}
+                if self.global_rank != ranks[0]:
+                    own[name].ds_pipe_replicated = True  # so that norms count it once
+        return tied
+
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        super()._synchronize_tied_weights()
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """Shared parameters that are trained, with the process group of their holders, sorted by name."""
+        pairs = [(self.stage.get_parameter(name), tie["group"]) for name, tie in self.tied_comms.items()]
+        return [(parameter, group) for parameter, group in pairs if parameter.requires_grad]
+
+    def save_state_dict(self, save_dir: str, checkpoint_engine: Any, exclude_frozen_params: bool = False) -> None:
+        """Write this stage's parameters as safetensors; a shared one is written by its owner alone."""
+        if self._grid.data_parallel_id != 0:
+            return
+        others = {name for name, stages in self._plan.shared.items() if stages[0] != self.stage.index}
+        tensors = {
+            name: tensor.detach().cpu().contiguous()
+            for name, tensor in self.stage.state_dict().items()
+            if name not in others
+        }
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+        save_file(tensors, Path(save_dir) / WEIGHTS.format(self.stage.index), metadata={"format": "pt"})
+
+    def load_state_dir(self, load_dir: str, checkpoint_engine: Any, strict: bool = True) -> None:
+        """Read this stage's parameters from a checkpoint of any number of stages."""
+        wanted = self.stage.state_dict().keys()
+        found = {name: tensor for name, tensor in read_stages(Path(load_dir)).items() if name in wanted}
+        self.stage.load_state_dict(found, strict=strict)
+
+
+def read_stages(directory: Path) -> dict[str, Tensor]:
+    """All parameters of a pipeline checkpoint under their names in the whole model."""
+    files = sorted(directory.glob(WEIGHTS.replace("{:02d}", "*")))
+    if not files:
+        raise OfframpError(f"{directory} holds no {WEIGHTS.format(0)}; it is not a checkpoint of deepspeed_pipeline.")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+class EarlyExitPipelineEngine(PipelineEngine):
+    """Runs one optimizer step, or one evaluation, over a list of micro-batches.
+
+    Attributes:
+        objective: weights of the exits; set it before the first step.
+        autocast_dtype: None computes in the parameters' dtype.
+    """
+
+    module: StageModule
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for key in ("micro_batch", "layout", "states"):
+            self.pipe_buffers[key] = []
+        self.objective: Objective | None = None
+        self.autocast_dtype: torch.dtype | None = None
+        self.grad_norm = 0.0
+        self._queue: Sequence[MicroBatch] = ()
+        self._next = 0  # index in the queue of the next forward pass
+        self._counts = torch.zeros(0)
+        self._sums: ExitSums | None = None
+        trained = torch.zeros(self.num_stages, device=self.device)
+        trained[self.stage_id] = float(self.module.stage.trains_backbone)
+        if self.is_pipe_parallel:
+            dist.all_reduce(trained, group=self.grid.get_pipe_parallel_group())
+        # Where nothing below is trained, gradients of states would be computed for nobody.
+        self._input_has_gradient = bool(trained[: self.stage_id].any())
+        self._output_has_gradient = bool(trained[: self.stage_id + 1].any())
+
+    # ---- the two things it does
+
+    def train_batch(self, micro_batches: Sequence[MicroBatch], counts: Tensor) -> ExitSums:  # pyright: ignore
+        """Forward, backward and optimizer step.
+
+        Args:
+            micro_batches: this data-parallel rank's part of the batch; the same on all of its stages. Shapes may differ.
+            counts: [X] trained tokens of each exit in the whole global batch.
+
+        Returns:
+            Sums over this rank's tokens of the exits that lie on this stage, zero for the others.
+        """
+        self.module.train()
+        self._counts = counts
+        return self._run(micro_batches, schedule.TrainSchedule)
+
+    @torch.no_grad()
+    def eval_batch(self, micro_batches: Sequence[MicroBatch]) -> ExitSums:  # pyright: ignore
+        """Forward only; returns sums as `train_batch` does."""
+        was_training = self.module.training
+        self.module.eval()
+        assert self.objective is not None
+        self._counts = torch.ones(len(self.objective.layers))  # only scale a loss that nobody reads
+        try:
+            return self._run(micro_batches, schedule.InferenceSchedule)
+        finally:
+            self.module.train(was_training)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], plan: type[schedule.PipeSchedule]) -> ExitSums:
+        assert self.objective is not None
+        self._queue, self._next = micro_batches, 0
+        self._sums = ExitSums(self.objective.layers, self.device)
+        # One region around all micro-batches lets autocast convert each weight once per step.
+        with self._autocast():
+            self._exec_schedule(plan(len(micro_batches), self.num_stages, self.stage_id))
+        for buffers in self.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
+        self._queue = ()
+        return self._sums
+
+    # ---- instructions of the schedule
+
+    def _load_nothing(self, buffer_id: int) -> None:
+        """The stock engine reads data on the first and last stage; here every stage has the whole queue."""
+
+    def _forward(self, buffer_id: int) -> None:
+        micro = self._queue[self._next]
+        self._next += 1
+        layout = Layout.build(
+            self.module.stage.plan.config, micro.tokens.input_ids, micro.tokens.segment_ids, micro.exit_depths
+        )
+        if isinstance(self.optimizer, ZeROOptimizer):
+            self.optimizer.clear_backward_seen_flag()
+        x = micro.tokens.input_ids if self.is_first_stage() else self.pipe_buffers["inputs"][buffer_id]
+        # The module itself, not DeepSpeedEngine.forward, whose output hooks divide by the number of micro-batches and
+        # clear gradients in the middle of the backward pass.
+        output, states = self.module(x, layout)
+        for key, value in (("micro_batch", micro), ("layout", layout), ("states", states), ("outputs", output)):
+            self.pipe_buffers[key][buffer_id] = value
+        if not torch.is_grad_enabled():
+            for _ in self._losses(buffer_id, states):
+                pass
+
+    def _backward(self, buffer_id: int) -> None:
+        states, output = self.pipe_buffers["states"][buffer_id], self.pipe_buffers["outputs"][buffer_id]
+        # A leaf for each state: the heads are back-propagated down to it, then the whole stage from all states at once.
+        leaves = {layer: h.detach().requires_grad_(h.requires_grad) for layer, h in states.items()}
+        self._running_engine_backward = True
+        try:
+            self._backward_prologue()  # clears low-precision gradients, so it must come before any backward pass
+            for loss in self._losses(buffer_id, leaves):
+                if loss.requires_grad:
+                    self._back_propagate([loss], [None])
+                del loss
+            pairs = [(states[layer], leaf.grad) for layer, leaf in leaves.items() if leaf.grad is not None]
+            if not self.is_last_stage() and output.requires_grad:
+                pairs.append((output, self.grad_layer))
+            if pairs:
+                self._back_propagate([root for root, _ in pairs], [gradient for _, gradient in pairs])
+            self._backward_epilogue()
+        finally:
+            self._running_engine_backward = False
+        for key in ("micro_batch", "layout", "states", "outputs"):
+            self.pipe_buffers[key][buffer_id] = None
+
+    def _back_propagate(self, roots: list[Tensor], gradients: list[Tensor | None]) -> None:
+        # Backward passes do not belong in an autocast region; nested, it keeps the outer one's converted weights.
+        with torch.autocast(self.device.type, enabled=False):
+            torch.autograd.backward(roots, gradients)
+
+    def _losses(self, buffer_id: int, states: dict[int, Tensor]) -> Iterator[Tensor]:
+        assert self.objective is not None
+        assert self._sums is not None
+        readers = {layer: self.module.stage.reader(layer) for layer in states}
+        micro, layout = self.pipe_buffers["micro_batch"][buffer_id], self.pipe_buffers["layout"][buffer_id]
+        # Optimizers average gradients over data-parallel ranks, and the counts are those of all ranks together.
+        for loss in exit_losses(self.objective, readers, states, micro, layout, self._counts, self._sums):
+            yield loss * self.dp_world_size
+            del loss
+
+    def _send_activation(self, buffer_id: int) -> None:
+        p2p.send(self.pipe_buffers["outputs"][buffer_id].detach().contiguous(), self.next_stage)
+
+    def _receive_activation(self, buffer_id: int) -> None:
+        # The stock engine negotiates one shape for the whole run. Here it follows from the micro-batch that comes next,
+        # so sequences and last batches of any size need no message.
+        rows, time = self._queue[self._next].tokens.input_ids.shape
+        size = self.module.stage.plan.config.hidden_size
+        dtype = next(self.module.parameters()).dtype
+        received = torch.empty(rows, time, size, dtype=dtype, device=self.device)
+        p2p.recv(received, self.prev_stage)
+        self.pipe_buffers["inputs"][buffer_id] = received.requires_grad_(
+            torch.is_grad_enabled() and self._input_has_gradient
+        )
+
+    def _send_gradient(self, buffer_id: int) -> None:
+        received = self.pipe_buffers["inputs"][buffer_id]
+        if self._input_has_gradient:
+            p2p.send(torch.zeros_like(received) if received.grad is None else received.grad, self.prev_stage)
+        self.pipe_buffers["inputs"][buffer_id] = None
+
+    def _receive_gradient(self, buffer_id: int) -> None:
+        if self._output_has_gradient:  # this is what the next stage knows about its input
+            self.grad_layer = torch.empty_like(self.pipe_buffers["outputs"][buffer_id])
+            p2p.recv(self.grad_layer, self.next_stage)
+
+    def _reduce_shared_gradients(self) -> None:
+        for parameter, group in self.module.get_tied_weights_and_groups():
+            if parameter.grad is None:  # no token reached it here; leaving it out would block the others
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+
+    def _reduce_gradients(self) -> None:
+        if self.is_data_parallel or self.zero_optimization():
+            self._exec_reduce_grads()
+
+    def _step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        if not self.zero_optimization():
+            self._clip()
+        self._exec_optimizer_step(lr_kwargs)
+        if self.zero_optimization():
+            self.grad_norm = float(self._global_grad_norm or 0.0)
+
+    def _clip(self) -> None:
+        """Global gradient norm over all stages, shared parameters counted once, and clipping by it."""
+        gradients = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
+        own = [g for p, g in gradients if not getattr(p, "ds_pipe_replicated", False)]
+        squares = torch.zeros((), device=self.device)
+        if own:
+            squares = torch.nn.utils.get_total_norm(own).square().to(self.device)
+        if self.is_pipe_parallel:
+            dist.all_reduce(squares, group=self.grid.get_pipe_parallel_group())
+        self.grad_norm = float(squares.sqrt())
+        if 0.0 < self.gradient_clipping() < self.grad_norm:
+            scale = self.gradient_clipping() / (self.grad_norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+            torch._foreach_mul_([gradient for _, gradient in gradients], scale)
+
+    def clip_fp32_gradients(self) -> None:
+        """Done in `_clip`: the stock method counts the parameters of the first stage only."""
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.autocast_dtype)
+
+    _INSTRUCTION_MAP = {  # noqa: RUF012 - as the parent has it
+        schedule.LoadMicroBatch: _load_nothing,
+        schedule.ForwardPass: _forward,
+        schedule.BackwardPass: _backward,
+        schedule.SendActivation: _send_activation,
+        schedule.RecvActivation: _receive_activation,
+        schedule.SendGrad: _send_gradient,
+        schedule.RecvGrad: _receive_gradient,
+        schedule.ReduceTiedGrads: _reduce_shared_gradients,
+        schedule.ReduceGrads: _reduce_gradients,
+        schedule.OptimizerStep: _step,
+    }
+
+
+def make_engine(
+    module: StageModule, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> EarlyExitPipelineEngine:
+    """`deepspeed.initialize`, which always makes the stock engine, for ours.
+
+    Args:
+        module: this rank's stage.
+        config: a DeepSpeed configuration.
+        optimizer: over the stage's trainable parameters; None to evaluate only.
+    """
+    grid = module.mpu()
+    parsed = DeepSpeedConfig(config, grid)
+    deepspeed.set_optimizer_flags(parsed, module)
+    engine = EarlyExitPipelineEngine(
+        args=None,
+        model=module,
+        optimizer=optimizer,
+        model_parameters=[parameter for parameter in module.parameters() if parameter.requires_grad],
+        mpu=grid,
+        dist_init_required=False,
+        config=config,
+        config_class=parsed,
+    )
+    engine._configure_python_gc()
+    return engine

@@ -1,0 +1,262 @@
+"""A `MultiExitTransformer` cut into pipeline stages: the plan, and one stage's part of the model.
+
+A stage is the model with modules missing: its parameters have the names they have in the whole model. Checkpoints of any
+number of stages are therefore the same set of named tensors.
+
+Legend: B batch, T time, D model, F feed-forward, V vocabulary, L layers, S stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from offramp.common.errors import OfframpError
+from offramp.common.exits.config import ExitConfig
+from offramp.common.model.attention import Layout
+from offramp.common.model.config import ModelConfig
+from offramp.common.model.exit_head import ExitHead
+from offramp.common.model.transformer import MultiExitTransformer, run_layer
+from offramp.train.losses import ExitReader
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Which stage runs which layers and exits.
+
+    Attributes:
+        config: the model.
+        exits: its early exits.
+        bounds: [S + 1] stage s runs layers `bounds[s]` + 1 .. `bounds[s + 1]`.
+    """
+
+    config: ModelConfig
+    exits: ExitConfig
+    bounds: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.bounds) - 1
+
+    def exits_of(self, stage: int) -> tuple[int, ...]:
+        """Exit layers whose heads lie on a stage, the final exit on the last one.
+
+        An exit between two stages belongs to the later one, which holds its state anyway and has fewer micro-batches in
+        flight (EE-LLM, section 3.2).
+        """
+        start, stop = self.bounds[stage], self.bounds[stage + 1]
+        own = tuple(layer for layer in self.exits.layers if start <= layer < stop)
+        return own if stage < self.num_stages - 1 else (*own, self.config.num_layers)
+
+    @cached_property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several stages hold a copy of: name -> those stages, the owner first. Sorted by name."""
+        holders: dict[str, set[int]] = {"embed_tokens.weight": {0}, "lm_head.weight": set(), "norm.weight": set()}
+        head = "embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+        for stage in range(self.num_stages):
+            for layer in self.exits_of(stage):
+                final = layer == self.config.num_layers
+                if final or self.exits.tied:
+                    holders[head].add(stage)
+                if final or self.exits.head == "final":
+                    holders["norm.weight"].add(stage)
+        return {name: tuple(sorted(stages)) for name, stages in sorted(holders.items()) if len(stages) > 1}
+
+    def describe(self) -> str:
+        """A table of stages: layers, exits, parameters (shared ones counted at each holder) and cost."""
+        costs, lines = layer_costs(self.config, self.exits), []
+        for stage in range(self.num_stages):
+            start, stop = self.bounds[stage], self.bounds[stage + 1]
+            exits = ", ".join(str(layer) for layer in self.exits_of(stage)) or "none"
+            cost = sum(costs.blocks[start:stop]) + sum(costs.exits[layer] for layer in self.exits_of(stage))
+            lines.append(
+                f"stage {stage}: layers {start + 1}-{stop}, exits {exits}, "
+                f"{self.num_parameters(stage) / 1e6:.1f}M parameters, {100 * cost / costs.total:.0f}% of the cost"
+            )
+        return "\n".join(lines)
+
+    def num_parameters(self, stage: int) -> int:
+        """Parameters that a stage holds, shared ones included."""
+        with torch.device("meta"):
+            part = Stage(MultiExitTransformer(self.config, self.exits), self, stage)
+        return sum(parameter.numel() for parameter in part.parameters())
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Multiplications per token, forward.
+
+    Attributes:
+        blocks: of each layer.
+        exits: exit layer -> of its head, the unembedding included; the final exit last.
+    """
+
+    blocks: tuple[float, ...]
+    exits: dict[int, float]
+
+    @property
+    def total(self) -> float:
+        """Of the whole model."""
+        return sum(self.blocks) + sum(self.exits.values())
+
+
+def layer_costs(config: ModelConfig, exits: ExitConfig, labelled_share: float = 1.0) -> LayerCosts:
+    """What layers and exits cost; the embedding is a look-up and costs nothing.
+
+    Args:
+        config: the model.
+        exits: its early exits.
+        labelled_share: share of positions with a label; only they meet the unembedding.
+    """
+    with torch.device("meta"):
+        model = MultiExitTransformer(config, exits)
+    blocks = tuple(float(_matrix_elements(block)) for block in model.layers)
+    vocabulary = config.vocab_size * config.hidden_size * labelled_share
+    heads = {layer: _transform_elements(_head(model, layer)) for layer in exits.layers}
+    return LayerCosts(blocks, {**{k: v + vocabulary for k, v in heads.items()}, config.num_layers: vocabulary})
+
+
+def plan_stages(
+    config: ModelConfig,
+    exits: ExitConfig,
+    num_stages: int,
+    bounds: Sequence[int] | None = None,
+    labelled_share: float = 1.0,
+) -> StagePlan:
+    """Divide a model among stages.
+
+    Args:
+        config: the model.
+        exits: its early exits.
+        num_stages: S.
+        bounds: [S - 1] the last layer of every stage but the last; None balances the cost.
+        labelled_share: see `layer_costs`.
+
+    Raises:
+        OfframpError: there are fewer layers than stages, or the bounds leave a stage empty.
+    """
+    if not 1 <= num_stages <= config.num_layers:
+        raise OfframpError(
+            f"a model of {config.num_layers} layers cannot be divided into {num_stages} stages; choose 1.."
+            f"{config.num_layers}."
+        )
+    if bounds is None:
+        return StagePlan(config, exits, _balanced(layer_costs(config, exits, labelled_share), num_stages))
+    edges = (0, *bounds, config.num_layers)
+    if len(edges) != num_stages + 1 or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+        raise OfframpError(
+            f"stage_bounds {list(bounds)} must be {num_stages - 1} ascending layer numbers inside 1.."
+            f"{config.num_layers - 1}: the last layer of every stage but the last."
+        )
+    return StagePlan(config, exits, edges)
+
+
+class Stage(nn.Module):
+    """The modules of one stage, under their names in the whole model, which they are taken from (not copied)."""
+
+    def __init__(self, model: MultiExitTransformer, plan: StagePlan, index: int) -> None:
+        super().__init__()
+        self.plan, self.index = plan, index
+        start, stop = plan.bounds[index], plan.bounds[index + 1]
+        self.exit_layers = plan.exits_of(index)
+        last = index == plan.num_stages - 1
+        reads_head = last or (bool(self.exit_layers) and plan.exits.tied)
+        reads_norm = last or (bool(self.exit_layers) and plan.exits.head == "final")
+        reads_embedding = index == 0 or (reads_head and model.lm_head is None)
+        self.embed_tokens = model.embed_tokens if reads_embedding else None
+        self.layers = nn.ModuleDict({str(layer): model.layers[layer] for layer in range(start, stop)})
+        self.norm = model.norm if reads_norm else None
+        self.lm_head = model.lm_head if reads_head else None
+        early = [layer for layer in self.exit_layers if layer < plan.config.num_layers]
+        self.exits = nn.ModuleDict({str(layer): model.exits[str(layer)] for layer in early})
+
+    @property
+    def trains_backbone(self) -> bool:
+        """Whether a gradient with respect to this stage's output reaches a parameter of this stage."""
+        below = [*self.layers.parameters()]
+        if self.index == 0 and self.embed_tokens is not None:
+            below += self.embed_tokens.parameters()
+        return any(parameter.requires_grad for parameter in below)
+
+    def shared_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this stage that other stages hold too, in an order that is the same on all of them."""
+        for name, stages in self.plan.shared.items():
+            if self.index in stages:
+                yield name, self.get_parameter(name)
+
+    def reader(self, layer: int) -> ExitReader:
+        """The reader of an exit of this stage."""
+        final = layer == self.plan.config.num_layers
+        head = None if final else self.exits[str(layer)]
+        assert head is None or isinstance(head, ExitHead)
+        norm = self.norm if final or self.plan.exits.head == "final" else None
+        if head is not None and head.unembed is not None:
+            return ExitReader(head, norm, head.unembed.weight)
+        shared = self.embed_tokens if self.lm_head is None else self.lm_head
+        assert shared is not None
+        return ExitReader(head, norm, shared.weight)
+
+    def forward(self, x: Tensor, layout: Layout) -> tuple[Tensor, dict[int, Tensor]]:
+        """Run this stage's layers.
+
+        Args:
+            x: [B, T] token ids on the first stage, [B, T, D] states on the others.
+            layout: of the micro-batch.
+
+        Returns:
+            [B, T, D] the states after the last layer, and the states [B, T, D] that this stage's exits read. Exits are
+            not computed here; see `ExitReader`.
+        """
+        h, states = x, {}
+        if self.index == 0:
+            assert self.embed_tokens is not None
+            h = self.embed_tokens(x)
+        for name, block in self.layers.items():
+            layer = int(name)
+            if layer in self.exit_layers:
+                states[layer] = h
+            h = run_layer(block, h, layer, layout)
+        if self.plan.config.num_layers in self.exit_layers:
+            states[self.plan.config.num_layers] = h
+        return h, states
+
+
+def _head(model: MultiExitTransformer, layer: int) -> ExitHead:
+    head = model.exits[str(layer)]
+    assert isinstance(head, ExitHead)
+    return head
+
+
+def _transform_elements(head: ExitHead) -> int:
+    own = 0 if head.unembed is None else head.unembed.weight.numel()
+    return _matrix_elements(head) - own
+
+
+def _matrix_elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 2)
+
+
+def _balanced(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
+    """Bounds whose dearest stage is cheapest; dynamic programming over (stages, layers)."""
+    num_layers = len(costs.blocks)
+    # An exit after layer e is paid by the stage that runs layer e + 1, the final one by the last.
+    paid = [costs.blocks[i] + costs.exits.get(i, 0.0) for i in range(num_layers)]
+    paid[-1] += costs.exits[num_layers]
+    upto = [0.0]
+    for cost in paid:
+        upto.append(upto[-1] + cost)
+    best: list[tuple[float, tuple[int, ...]]] = [(upto[stop], (0, stop)) for stop in range(num_layers + 1)]
+    for stage in range(1, num_stages):
+        best = [
+            min(
+                ((max(best[cut][0], upto[stop] - upto[cut]), (*best[cut][1], stop)) for cut in range(stage, stop)),
+                default=(float("inf"), ()),
+            )
+            for stop in range(num_layers + 1)
+        ]
+    return best[num_layers][1]

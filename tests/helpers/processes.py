@@ -1,0 +1,91 @@
+"""Runs a function in several processes that can form a process group, as a launcher would start them."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing as mp
+import os
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_processes(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """What `function(*args)` returns in each process, by rank; what it raises fails the test.
+
+    Args:
+        function: importable, since the processes are spawned.
+        world_size: number of processes.
+        args: picklable.
+        timeout_s: a deadlock must not hang the tests.
+    """
+    context = mp.get_context("spawn")
+    answers: mp.Queue[tuple[int, Any, str | None]] = context.Queue()  # pyright: ignore[reportAssignmentType]
+    port = free_port()
+    workers = [
+        context.Process(target=_enter, args=(answers, rank, world_size, port, function, args), daemon=True)
+        for rank in range(world_size)
+    ]
+    for worker in workers:
+        worker.start()
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        while len(results) < world_size:
+            try:
+                rank, result, fault = answers.get(timeout=0.5)
+            except queue.Empty:
+                died = [rank for rank, worker in enumerate(workers) if worker.exitcode not in (None, 0)]
+                if died or time.monotonic() > deadline:
+                    raise AssertionError(f"ranks {died} died" if died else f"timed out; done: {sorted(results)}") from None
+                continue
+            if fault is not None:
+                raise AssertionError(f"rank {rank} failed:\n{fault}")
+            results[rank] = _unpack(result)
+    finally:
+        for worker in workers:
+            if len(results) == world_size:
+                worker.join(10)
+            if worker.is_alive():
+                worker.kill()
+            worker.join()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _unpack(packed: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(packed), weights_only=False)
+
+
+def _enter(
+    answers: Any, rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        # As bytes: a queue would lend tensors out, and they would be gone with this process.
+        packed = io.BytesIO()
+        torch.save(function(*args), packed)
+        answers.put((rank, packed.getvalue(), None))
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+        raise
