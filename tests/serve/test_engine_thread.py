@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from helpers.fake_engine import FakeEngine
 
-from offramp.serve.engine_thread import EngineStoppedError, EngineThread, OrphanedError, QueueFullError
+from helpers.fake_engine import FakeEngine
+from offramp.serve.engine_thread import EngineStoppedError, EngineThread, OrphanedError
 from offramp.serve.request import Request, RequestOutput, SamplingParams
+from offramp.serve.scheduler import QueueFullError
 
 
 class Recorder:
@@ -94,7 +95,7 @@ def test_a_cancelled_request_is_silent_and_leaves_the_engine(engine: FakeEngine,
 def test_a_full_queue_refuses_all_requests_of_a_call_or_none(engine: FakeEngine, thread: EngineThread) -> None:
     sink = Recorder()
     thread.submit_all([request(f"a{i}", 10_000) for i in range(6)], sink)
-    with pytest.raises(QueueFullError, match="8 requests"):
+    with pytest.raises(QueueFullError, match="takes 8"):
         thread.submit_all([request(f"b{i}") for i in range(3)], sink)
     late = Recorder()
     thread.submit_all([request("c0", 2), request("c1", 2)], late)

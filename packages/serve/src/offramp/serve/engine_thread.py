@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from offramp.serve.request import Request, RequestOutput
+from offramp.serve.scheduler import QueueFullError
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +55,6 @@ class Sink(Protocol):
 
 class EngineStoppedError(RuntimeError):
     """The loop has ended, by an error in the engine or because it was closed."""
-
-
-class QueueFullError(RuntimeError):
-    """The engine already holds as many requests as it takes."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"the engine already holds {limit} requests, its limit")
-        self.limit = limit
 
 
 class OrphanedError(RuntimeError):
@@ -134,7 +127,9 @@ class EngineThread:
             if self._stopped is not None:
                 raise EngineStoppedError(_sentence(self._stopped)) from self._stopped
             if len(self._sinks) + len(requests) > self.max_requests:
-                raise QueueFullError(self.max_requests)
+                raise QueueFullError(
+                    f"the engine holds {len(self._sinks)} requests and takes {self.max_requests}; try again later."
+                )
             for request in requests:
                 assert request.request_id not in self._sinks, f"request id {request.request_id!r} is in use"
                 self._sinks[request.request_id] = sink

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offramp.common.exits.policy import ExitPolicy
+
+if TYPE_CHECKING:  # importing it would import torch
+    from offramp.common.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,24 @@ class ModelCard:
     run_id: str | None = None
     config_hash: str | None = None
 
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, *, name: str, version: str, max_model_len: int, cache_tokens: int) -> ModelCard:
+        """The card of a checkpoint that has just been loaded; the limits are the engine's."""
+        return cls(
+            name=name,
+            version=version,
+            created=int(time.time()),
+            vocab_size=checkpoint.config.vocab_size,
+            num_layers=checkpoint.config.num_layers,
+            exit_layers=checkpoint.exits.layers,
+            policy=checkpoint.policy,
+            eos_token_ids=frozenset(checkpoint.eos_token_ids),
+            max_model_len=max_model_len,
+            cache_tokens=cache_tokens,
+            run_id=checkpoint.provenance.get("run_id"),
+            config_hash=checkpoint.provenance.get("config_hash"),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """The model object of `GET /v1/models`."""
         return {
@@ -61,4 +83,8 @@ class ModelCard:
     def headers(self) -> dict[str, str]:
         """Response headers that tell which model gave an answer."""
         known = {"version": self.version, "run-id": self.run_id, "config-hash": self.config_hash}
-        return {f"offramp-{key}": value for key, value in known.items() if value is not None}
+        return {f"offramp-{key}": value for key, value in known.items() if value and _fits_a_header(value)}
+
+
+def _fits_a_header(value: str) -> bool:
+    return value.isascii() and value.isprintable()

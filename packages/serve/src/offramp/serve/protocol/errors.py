@@ -86,7 +86,7 @@ def queue_full(limit: int) -> ApiError:
     """429: as many requests as the engine takes are running or waiting."""
     return ApiError(
         429,
-        f"The engine already holds {limit} requests, its limit; try again later.",
+        f"The server holds as many requests as it takes, {limit}; try again later.",
         type="rate_limit_error",
         code="queue_full",
         headers={"Retry-After": "1"},

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from offramp.serve.engine_thread import EngineStoppedError
-from offramp.serve.protocol.errors import ApiError, engine_dead, internal
+from offramp.serve.protocol.errors import ApiError, internal
 from offramp.serve.request import RequestOutput, TokenLogprobs
 
 JSON = "application/json"
@@ -73,6 +72,12 @@ class Generation:
         include_usage: Whether a stream ends with an event that carries the usage.
         exit_layers: Whether the answer reports exit layers.
         token_text: A token's text, for log-probabilities.
+
+    Attributes:
+        request_ids: As given.
+        stream: As given.
+        finished: Nothing more will be formatted; `take` may still have pieces to give.
+        failed: It ended with an error.
     """
 
     object_name = "text_completion"
@@ -92,6 +97,7 @@ class Generation:
         self.request_ids = tuple(request_ids)
         self.stream = stream
         self.finished = False
+        self.failed = False
         self._head = {"id": id, "created": int(time.time()), "model": model}
         self._include_usage = include_usage
         self._report_exits = exit_layers
@@ -174,10 +180,10 @@ class Generation:
 
     def _end_with_error(self, cause: Exception) -> None:
         # The head with its 200 has been sent by now, so the error can only be said in the body.
-        error = engine_dead(str(cause)) if isinstance(cause, EngineStoppedError) else internal(str(cause))
+        error = internal(str(cause) or type(cause).__name__)
         body = encode(error.body())
         self._ready += b"data: %b\n\ndata: [DONE]\n\n" % body if self.stream else body
-        self.finished = True
+        self.finished = self.failed = True
 
     def _event(self, chunk: dict[str, Any]) -> None:
         usage = {"usage": None} if self._include_usage else {}

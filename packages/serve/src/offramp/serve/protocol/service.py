@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from offramp.common.errors import OfframpError
 from offramp.common.exits.policy import ExitPolicy
-from offramp.serve.engine_thread import EngineStoppedError, EngineThread, QueueFullError
+from offramp.serve.engine_thread import EngineStoppedError, EngineThread
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.errors import (
     ApiError,
@@ -29,11 +31,13 @@ from offramp.serve.protocol.prompts import encode_chat, encode_prompts
 from offramp.serve.protocol.replies import ChatGeneration, Complete, CompletionGeneration, Generation, encode
 from offramp.serve.protocol.requests import ChatBody, CompletionBody, GenerationBody, OfframpOptions, parse_body
 from offramp.serve.request import ExitOptions, Request, SamplingParams
+from offramp.serve.scheduler import QueueFullError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_COMPLETION_TOKENS = 16
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class OpenAIService:
@@ -49,7 +53,7 @@ class OpenAIService:
         self.card = card
         self._thread = thread
         self._tokenizer = tokenizer
-        self._endpoints: dict[str, Callable[[str, bytes | str], Complete | Generation]] = {
+        self._endpoints: dict[str, Callable[[str, bytes], Complete | Generation]] = {
             "v1/models": lambda reply_id, body: self._models(),
             f"v1/models/{card.name}": lambda reply_id, body: Complete(200, encode(card.to_json())),
             "v1/completions": self._completion,
@@ -57,7 +61,7 @@ class OpenAIService:
             "health": lambda reply_id, body: self._health(),
         }
 
-    def open(self, path: str, body: bytes | str, reply_id: str) -> Complete | Generation:
+    def open(self, path: str, body: bytes, reply_id: str) -> Complete | Generation:
         """Takes a request in.
 
         Args:
@@ -95,14 +99,14 @@ class OpenAIService:
         load = {"status": "ok", "running": self._thread.num_running, "waiting": self._thread.num_waiting}
         return Complete(200, encode(load))
 
-    def _completion(self, reply_id: str, body: bytes | str) -> Generation:
+    def _completion(self, reply_id: str, body: bytes) -> Generation:
         parsed = parse_body(CompletionBody, _decode(body))
         self._check_model(parsed)
         prompts = encode_prompts(parsed, self._tokenizer, self.card.vocab_size)
         budgets = [self._budget(len(ids), parsed.max_tokens, DEFAULT_COMPLETION_TOKENS, "prompt") for ids in prompts]
         return self._generate(CompletionGeneration, f"cmpl-{reply_id}", parsed, prompts, budgets, parsed.logprobs)
 
-    def _chat(self, reply_id: str, body: bytes | str) -> Generation:
+    def _chat(self, reply_id: str, body: bytes) -> Generation:
         parsed = parse_body(ChatBody, _decode(body))
         self._check_model(parsed)
         ids = encode_chat(parsed, self._tokenizer)
@@ -143,6 +147,7 @@ class OpenAIService:
                     ),
                     exits=exits,
                     eos_token_ids=self.card.eos_token_ids,
+                    arrival_s=time.monotonic(),
                 )
                 for index, (ids, budget) in enumerate(zip(prompts, budgets, strict=True))
             ]
@@ -160,7 +165,7 @@ class OpenAIService:
         try:
             self._thread.submit_all(requests, reply)
         except QueueFullError as error:
-            raise queue_full(error.limit) from error
+            raise queue_full(self._thread.max_requests) from error
         except EngineStoppedError as error:
             raise engine_dead(str(error)) from error
         return reply
@@ -223,16 +228,22 @@ def exit_options(options: OfframpOptions, card: ModelCard) -> ExitOptions:
     return ExitOptions(policy=policy if wishes else None, **kv_policy)  # pyright: ignore[reportArgumentType]
 
 
-def _decode(body: bytes | str) -> object:
+def _decode(body: bytes) -> object:
     """JSON to Python, with the words of JSON alone: no NaN, no infinity."""
     if not body:
-        raise bad_request("The request body is empty; it must be a JSON object.")
+        raise bad_request("The request has no body; send a JSON object with content-type: application/json.")
     try:
-        # RecursionError: brackets nested thousands deep.
-        return json.loads(body, parse_constant=_no_constant, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise bad_request(f"The request body is not valid JSON: {reason}") from None
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+        if _SURROGATE.search(body):
+            # No tokenizer takes half a character. Checked only where it can be: escapes like these are rare.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except RecursionError:
+        raise bad_request("The request body is nested too deeply.") from None
+    except UnicodeError:
+        raise bad_request("The request body holds bytes or escapes that are no Unicode characters.") from None
+    except ValueError as error:
+        raise bad_request(f"The request body is not valid JSON: {error}") from None
 
 
 def _no_constant(name: str) -> float:

@@ -1,10 +1,9 @@
 """A checkpoint directory as a model folder that TorchServe loads: no archive file, and no second copy of the weights.
 
-    FOLDER/
-        MAR-INF/MANIFEST.json   what TorchServe reads first
-        handler.py              names the handler class
-        model-config.yaml       settings of the worker, the handler and the engine
-        checkpoint/             the checkpoint directory, hard-linked where the file system can
+- ``MAR-INF/MANIFEST.json``: what TorchServe reads first
+- ``handler.py``: names the handler class
+- ``model-config.yaml``: settings of the worker, the handler and the engine
+- ``checkpoint/``: the checkpoint directory, hard-linked where the file system can
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import re
 import shutil
 import tempfile
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,18 @@ def is_model_folder(path: Path) -> bool:
 
 def _checkpoint_files(checkpoint: Path) -> list[Path]:
     if not checkpoint.is_dir():
-        raise OfframpError(f"{checkpoint} is not a directory; give a checkpoint directory, as `offramp export` writes it.")
-    files = sorted(path for path in checkpoint.iterdir() if path.is_file() and path.suffix in _SUFFIXES)
+        raise OfframpError(f"{checkpoint} is not a directory; give a checkpoint directory.")
+    files = sorted(path for path in checkpoint.iterdir() if path.is_file() and _belongs(path))
     names = {file.name for file in files}
     if "config.json" not in names:
         raise OfframpError(f"{checkpoint} has no config.json, so it is not a checkpoint directory.")
     if not any(name.endswith(".safetensors") for name in names):
         raise OfframpError(f"{checkpoint} has no *.safetensors file; only safetensors weights are served.")
     return files
+
+
+def _belongs(path: Path) -> bool:
+    return path.suffix in _SUFFIXES or path.name.startswith("LICENSE")
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -146,6 +150,7 @@ def _manifest(name: str, version: str) -> dict[str, Any]:
     return {
         "runtime": "python",
         "archiverVersion": "0.12.0",
+        "createdOn": datetime.now(timezone.utc).strftime("%d/%m/%Y %H:%M:%S"),
         "model": {
             "modelName": name,
             "modelVersion": version,

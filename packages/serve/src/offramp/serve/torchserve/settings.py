@@ -6,13 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from offramp.serve.config import EngineConfig
+
 
 @dataclass(frozen=True)
 class HandlerSettings:
     """What the handler in TorchServe's worker needs to know; the `handler` section of `model-config.yaml`.
 
     Attributes:
-        max_waiting: Requests held beyond those that the engine runs together; more are answered 429.
         wait_ms: Longest wait for new tokens in one call of the handler, in milliseconds. A new request is seen at the
             latest after that time, so it is also a bound on the delay that the front adds to a first token.
         lease_s: TorchServe stops calling when its last client has gone, so requests are cancelled after this many
@@ -21,7 +22,6 @@ class HandlerSettings:
             `max_response_size`.
     """
 
-    max_waiting: int = 256
     wait_ms: float = 20.0
     lease_s: float = 3.0
     max_piece_bytes: int = 1_000_000
@@ -32,19 +32,20 @@ class WorkerSettings:
     """TorchServe's own settings of a model, in its words.
 
     Attributes:
-        batch_size: Most requests handed to the handler together; the others wait in Java, without a status. It must
-            exceed what the handler admits, or nobody is ever told that the queue is full.
         job_queue_size: Requests waiting in Java; more get TorchServe's 503.
         response_timeout_s: Longest call of the handler, in seconds; the worker is killed after it.
         startup_timeout_s: Longest load of the model, in seconds.
         max_retry_timeout_s: TorchServe gives a worker up that has not come back this many seconds after it died.
     """
 
-    batch_size: int = 512
     job_queue_size: int = 512
     response_timeout_s: int = 60
     startup_timeout_s: int = 600
     max_retry_timeout_s: int = 600
+
+
+_SPARE_JOBS = 64
+"""Jobs that TorchServe hands over beyond those that the engine holds: requests to be told that the queue is full."""
 
 
 def model_config(worker: WorkerSettings, handler: HandlerSettings, engine: dict[str, Any]) -> dict[str, Any]:
@@ -57,11 +58,15 @@ def model_config(worker: WorkerSettings, handler: HandlerSettings, engine: dict[
         worker: TorchServe's settings.
         handler: The handler's settings.
         engine: `EngineConfig` fields that differ from their defaults.
+
+    Raises:
+        OfframpError: The engine does not allow a value; better now than in TorchServe's worker.
     """
+    limits = EngineConfig(**engine)
     return {
         "minWorkers": 1,
         "maxWorkers": 1,  # each worker would be an engine of its own, with its own copy of the weights
-        "batchSize": worker.batch_size,
+        "batchSize": limits.max_num_seqs + limits.max_waiting + _SPARE_JOBS,
         "maxBatchDelay": 1,
         "responseTimeout": worker.response_timeout_s,
         "startupTimeout": worker.startup_timeout_s,

@@ -1,0 +1,335 @@
+"""A TorchServe of one's own on loopback: written into a folder, started, waited for, stopped.
+
+Several may run beside each other: each has its own configuration, ports, temporary folder and process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from offramp.common.errors import OfframpError
+from offramp.serve.torchserve.archive import read_manifest
+from offramp.serve.torchserve.java import find_java
+from offramp.serve.torchserve.worker_report import ENVIRONMENT_VARIABLE, WorkerReport
+
+HOST = "127.0.0.1"
+MAX_REQUEST_BYTES = 4_000_000
+"""Longest request body; TorchServe answers a longer one with 413 itself."""
+
+_STOP_TIMEOUT_S = 20.0
+_UNIX_SOCKET_PATH_LIMIT = 100  # bytes; the system's own is 108, and TorchServe appends `.ts.sock.9000`
+
+_LOG_CONFIG = """<?xml version="1.0" encoding="UTF-8"?>
+<!-- By default TorchServe writes about two kilobytes for every request, the access log among it. -->
+<Configuration status="WARN">
+  <Appenders>
+    <Console name="STDOUT" target="SYSTEM_OUT"><PatternLayout pattern="%d{ISO8601} [%-5p] %c{1} - %m%n"/></Console>
+  </Appenders>
+  <Loggers>
+    <Logger name="ACCESS_LOG" level="off"/>
+    <Logger name="TS_METRICS" level="off"/>
+    <Logger name="MODEL_METRICS" level="off"/>
+    <Logger name="MODEL_LOG" level="info"/>
+    <Root level="warn"><AppenderRef ref="STDOUT"/></Root>
+  </Loggers>
+</Configuration>
+"""
+# A worker of TorchServe is no rank of anything, and TorchServe itself reads some of these.
+_FOREIGN_VARIABLES = re.compile(r"TS_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+_ERROR_LINE = re.compile(r"MODEL_LOG - (?P<error>[\w.]*(?:Error|Exception|Interrupt)\b.*)")
+
+
+class TorchServe:
+    """One TorchServe process that serves one model folder on 127.0.0.1.
+
+    Use it as a context manager, or call `start`, `wait_until_ready` and `stop`.
+
+    Args:
+        model_folder: A model folder, as `offramp.serve.torchserve.archive` makes it.
+        port: Where to answer; 0 takes a free one.
+        run_folder: Where configuration and log go; None makes a temporary folder, removed by a clean `stop`.
+        threads: CPU threads of the worker; None takes all that this process may use.
+    """
+
+    def __init__(
+        self, model_folder: Path, *, port: int = 8080, run_folder: Path | None = None, threads: int | None = None
+    ) -> None:
+        self.name, self.version = read_manifest(model_folder)
+        self._model_folder = model_folder.resolve()
+        self._keep_run_folder = run_folder is not None
+        self._threads = threads or len(os.sched_getaffinity(0))
+        _check_installed()
+        self._java = find_java()
+        self.port = _claim(port)
+        management, self._metrics_port, grpc_inference, grpc_management = _free_ports(4, self.port)
+        self._management_port = management
+        self._grpc_ports = (grpc_inference, grpc_management)
+        if run_folder is None:
+            self.run_folder = Path(tempfile.mkdtemp(prefix="offramp-serve-"))
+        else:
+            self.run_folder = run_folder.resolve()
+            self.run_folder.mkdir(parents=True, exist_ok=True)
+        self._temporary = Path(tempfile.mkdtemp(prefix="offramp-ts-"))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._report = WorkerReport(self.run_folder / "worker-report.txt")
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client is to be given as `base_url`."""
+        return f"http://{HOST}:{self.port}/predictions/{self.name}/{self.version}/v1"
+
+    @property
+    def metrics_url(self) -> str:
+        """Where Prometheus may read."""
+        return f"http://{HOST}:{self._metrics_port}/metrics"
+
+    @property
+    def log(self) -> Path:
+        """What TorchServe and its worker wrote."""
+        return self.run_folder / "server.log"
+
+    @property
+    def java_version(self) -> int:
+        """Major version of the Java that runs it."""
+        return self._java.major
+
+    def __enter__(self) -> TorchServe:
+        try:
+            self.start()
+            self.wait_until_ready()
+        except BaseException:
+            self.stop(keep_log=True)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop(keep_log=error is not None)
+
+    def start(self) -> None:
+        """Starts the process; it is not ready yet."""
+        assert self._process is None, "started twice"
+        if len(os.fsencode(self._temporary)) > _UNIX_SOCKET_PATH_LIMIT - len("/.ts.sock.9000"):
+            raise OfframpError(
+                f"the temporary folder {self._temporary} has too long a path for a unix socket; set TMPDIR to a "
+                "shorter one."
+            )
+        store = self.run_folder / "store"
+        store.mkdir(exist_ok=True)
+        link = store / self.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(self._model_folder, target_is_directory=True)
+        (self.run_folder / "config.properties").write_text(self._properties())
+        (self.run_folder / "log4j2.xml").write_text(_LOG_CONFIG)
+        assert self._report.path is not None
+        self._report.path.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "ts.model_server", "--start", "--foreground"]
+        # No snapshots, and always our own configuration: a start without one would take the last snapshot's.
+        command += ["--ncs", "--ts-config", "config.properties", "--log-config", "log4j2.xml"]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=self.run_folder,  # TorchServe puts files of its own into the current folder
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C in the terminal is ours alone, and the group can be ended whole
+            )
+
+    def wait_until_ready(self, timeout_s: float = 600.0) -> None:
+        """Waits until a token has really been generated.
+
+        Raises:
+            OfframpError: The server ended, its worker could not load the model, or it took too long.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._worker_is_ready():
+            self._raise_if_failed()
+            if time.monotonic() > deadline:
+                raise OfframpError(f"TorchServe was not ready after {timeout_s:g} s; its log is {self.log}.")
+            time.sleep(0.1)
+        prompt = {"model": self.name, "prompt": [0], "max_tokens": 1, "temperature": 0}
+        path = f"/predictions/{self.name}/{self.version}/v1/completions"
+        try:
+            status, body = _request(self.port, "POST", path, prompt, max(deadline - time.monotonic(), 1.0))
+        except OSError as error:
+            self._raise_if_failed()
+            raise OfframpError(f"the first token never came ({error}); the server's log is {self.log}.") from error
+        if status != 200:
+            raise OfframpError(f"the first token was refused with {status}: {body.decode(errors='replace')[:500]}")
+
+    def worker_failure(self) -> str | None:
+        """Why the worker has failed since the last call, or since the start; None when it has not."""
+        failure = self._report.read()
+        if failure is not None and self._report.path is not None:
+            self._report.path.unlink(missing_ok=True)
+        return failure
+
+    def is_running(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self, *, keep_log: bool = False) -> None:
+        """Ends the server and its worker; streams that are under way are cut.
+
+        Args:
+            keep_log: Leave a temporary run folder where it is.
+        """
+        if self._process is not None:
+            self._end_process(self._process)
+            self._process = None
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        if not keep_log and not self._keep_run_folder:
+            shutil.rmtree(self.run_folder, ignore_errors=True)
+
+    def _end_process(self, process: subprocess.Popen[bytes]) -> None:
+        # The launcher waits for Java, so it is Java that has to be asked; the launcher alone would leave it behind.
+        java = _read_pid(self._temporary / ".model_server.pid")
+        with contextlib.suppress(ProcessLookupError):
+            if java is not None and process.poll() is None:
+                os.kill(java, signal.SIGTERM)
+            elif process.poll() is None:
+                process.terminate()
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _worker_is_ready(self) -> bool:
+        try:
+            status, body = _request(self._management_port, "GET", f"/models/{self.name}", None, 5.0)
+            workers = json.loads(body)[0]["workers"] if status == 200 else []
+        except (OSError, http.client.HTTPException, ValueError, LookupError):
+            return False
+        return any(worker["status"] == "READY" for worker in workers)
+
+    def _raise_if_failed(self) -> None:
+        if (failure := self._report.read()) is not None:
+            raise OfframpError(f"the model could not be loaded: {failure}")
+        if not self.is_running():
+            raise OfframpError(f"TorchServe ended while it started: {self._last_error()}; its log is {self.log}.")
+        log = self.log.read_text(errors="replace")
+        if "Backend worker process died" in log or "Worker disconnected" in log:
+            raise OfframpError(
+                f"TorchServe's worker died while it loaded the model: {self._last_error()}; its log is {self.log}."
+            )
+
+    def _last_error(self) -> str:
+        """The last line of the log that names an error, or the last line."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        errors = [match["error"] for line in lines if (match := _ERROR_LINE.search(line))]
+        said = [line for line in lines if line.strip()]
+        return errors[-1] if errors else said[-1] if said else "it said nothing, as when memory runs out"
+
+    def _properties(self) -> str:
+        """`config.properties`; paths are relative to the run folder, so that none needs escaping."""
+        settings: dict[str, Any] = {
+            "inference_address": f"http://{HOST}:{self.port}",
+            "management_address": f"http://{HOST}:{self._management_port}",
+            "metrics_address": f"http://{HOST}:{self._metrics_port}",
+            "grpc_inference_address": HOST,
+            "grpc_management_address": HOST,
+            "grpc_inference_port": self._grpc_ports[0],
+            "grpc_management_port": self._grpc_ports[1],
+            "model_store": "store",
+            "load_models": self.name,
+            "enable_model_api": "false",
+            # On purpose: its keys live an hour and it answers 400 for a wrong one. Loopback is the boundary here.
+            "disable_token_authorization": "true",
+            "decode_input_request": "false",  # bodies reach us as bytes, and malformed ones are not logged
+            "metrics_mode": "prometheus",
+            "model_metrics_auto_detect": "true",
+            "disable_system_metrics": "true",
+            "max_request_size": MAX_REQUEST_BYTES,
+            "vmargs": "-Xmx512m",  # Java would take a quarter of the machine's memory
+        }
+        return "".join(f"{key}={value}\n" for key, value in settings.items())
+
+    def _environment(self) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if not _FOREIGN_VARIABLES.fullmatch(key)}
+        threads = str(self._threads)
+        return {
+            **kept,
+            "JAVA_HOME": str(self._java.home),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)]),
+            "TMPDIR": str(self._temporary),  # the pid file, which two servers must not share
+            "TEMP": str(self._temporary),  # Java's: unpacked models and the workers' sockets
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",  # a checkpoint is complete; a server asks nobody else
+            ENVIRONMENT_VARIABLE: str(self._report.path),
+        }
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("ts") is None:
+        raise OfframpError("TorchServe is not installed; `pip install 'offramp-serve[torchserve]'` brings it.")
+
+
+def _claim(port: int) -> int:
+    """A port that can be listened on now: `port`, or a free one for 0.
+
+    Raises:
+        OfframpError: It is taken, or not ours to take.
+    """
+    with socket.socket() as probe:
+        # As TorchServe does: connections of a server that has just ended do not hold the port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except (OSError, OverflowError) as error:
+            raise OfframpError(f"port {port} of {HOST} cannot be used ({error}); choose another.") from error
+        return probe.getsockname()[1]
+
+
+def _free_ports(count: int, taken: int) -> list[int]:
+    """Distinct free ports; all are held until the last is found, so that none comes twice."""
+    with contextlib.ExitStack() as stack:
+        ports: list[int] = []
+        while len(ports) < count:
+            probe = stack.enter_context(socket.socket())
+            probe.bind((HOST, 0))
+            if probe.getsockname()[1] != taken:
+                ports.append(probe.getsockname()[1])
+        return ports
+
+
+def _request(port: int, method: str, path: str, body: object, timeout_s: float) -> tuple[int, bytes]:
+    """One request to the server: status code and body."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
+    try:
+        payload = None if body is None else json.dumps(body)
+        connection.request(method, path, payload, {"content-type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def _read_pid(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,399 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.fake_engine import FakeEngine
+from helpers.tiny import BOS_ID, IM_START_ID, tiny_tokenizer
+
+from offramp.common.exits.policy import ExitPolicy
+from offramp.serve.engine_thread import EngineThread
+from offramp.serve.protocol.card import ModelCard
+from offramp.serve.protocol.errors import ApiError
+from offramp.serve.protocol.replies import Complete, Generation
+from offramp.serve.protocol.requests import OfframpOptions
+from offramp.serve.protocol.service import OpenAIService, exit_options
+from offramp.serve.request import Request
+
+COMPLETIONS, CHAT = "v1/completions", "v1/chat/completions"
+
+
+def card(**changes: Any) -> ModelCard:
+    fields: dict[str, Any] = {
+        "name": "m",
+        "version": "1.0",
+        "created": 1,
+        "vocab_size": 300,
+        "num_layers": 4,
+        "exit_layers": (1, 2),
+        "policy": ExitPolicy(thresholds={1: 0.9, 2: 0.8}),
+        "eos_token_ids": frozenset({1, 3}),
+        "max_model_len": 100,
+        "cache_tokens": 80,
+        "run_id": "abc",
+        "config_hash": "def",
+    }
+    return ModelCard(**(fields | changes))
+
+
+class Engine(FakeEngine):
+    """Remembers requests whole."""
+
+    def __init__(self) -> None:
+        super().__init__(delay_s=0.001)
+        self.requests: list[Request] = []
+
+    def add_request(self, request: Request) -> None:
+        self.requests.append(request)
+        super().add_request(request)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def thread(engine: Engine) -> Iterator[EngineThread]:
+    thread = EngineThread(engine, max_requests=4)
+    yield thread
+    thread.close()
+
+
+@pytest.fixture
+def service(thread: EngineThread) -> OpenAIService:
+    return OpenAIService(thread, tiny_tokenizer(), card())
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", **fields}).encode()
+
+
+def chat_body(text: str = "Hi", **fields: Any) -> bytes:
+    return body(messages=[{"role": "user", "content": text}], **fields)
+
+
+def collect(reply: Complete | Generation, max_bytes: int = 1_000_000) -> bytes:
+    assert isinstance(reply, Generation), reply
+    deadline = time.monotonic() + 5
+    answer = b""
+    while True:
+        piece, last = reply.take(max_bytes)
+        assert len(piece) <= max_bytes
+        answer += piece
+        if last:
+            return answer
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def answer(reply: Complete | Generation) -> dict[str, Any]:
+    return json.loads(collect(reply))
+
+
+def events(reply: Complete | Generation) -> list[dict[str, Any]]:
+    lines = collect(reply).decode().split("\n\n")
+    assert lines[-1] == ""
+    assert lines[-2] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def refusal(reply: Complete | Generation, status: int) -> dict[str, Any]:
+    assert isinstance(reply, Complete)
+    assert reply.status == status
+    error = json.loads(reply.body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def test_completion(service: OpenAIService) -> None:
+    got = answer(service.open(COMPLETIONS, body(prompt="Hello", max_tokens=3), "1"))
+    assert got["object"] == "text_completion"
+    assert got["model"] == "m"
+    assert got["choices"] == [{"index": 0, "text": " 0 1 2", "logprobs": None, "finish_reason": "length"}]
+    prompt_tokens = len(tiny_tokenizer()("Hello")["input_ids"])
+    assert got["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 3,
+        "total_tokens": prompt_tokens + 3,
+    }
+    assert "offramp" not in got
+
+
+def test_chat_completion(service: OpenAIService) -> None:
+    got = answer(service.open(CHAT, chat_body(max_completion_tokens=2), "1"))
+    assert got["object"] == "chat.completion"
+    [choice] = got["choices"]
+    assert choice["message"] == {"role": "assistant", "content": " 0 1", "refusal": None}
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(("path", "payload"), [(COMPLETIONS, body(prompt="a", stream=True)), (CHAT, b"")])
+def test_a_stream_says_the_same_as_the_whole_answer(service: OpenAIService, path: str, payload: bytes) -> None:
+    chat = path == CHAT
+    payload = payload or chat_body(max_tokens=16, stream=True)
+    chunks = events(service.open(path, payload, "1"))
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk" if chat else "text_completion"}
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    texts = [choice["delta"]["content"] if chat else choice["text"] for choice in choices]
+    assert "".join(texts) == "".join(f" {token}" for token in range(16))
+    assert [choice["finish_reason"] for choice in choices] == [None] * 15 + ["length"]
+    assert "usage" not in chunks[-1]
+    if chat:
+        assert [choice["delta"].get("role") for choice in choices] == ["assistant"] + [None] * 15
+
+
+def test_include_usage_adds_one_event_and_a_null_to_the_others(service: OpenAIService) -> None:
+    payload = body(prompt=[5, 6, 7], max_tokens=2, stream=True, stream_options={"include_usage": True})
+    *chunks, last = events(service.open(COMPLETIONS, payload, "1"))
+    assert [chunk["usage"] for chunk in chunks] == [None, None]
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+def test_several_prompts_are_several_choices(service: OpenAIService) -> None:
+    prompts = [[5], [6, 7], [8]]
+    got = answer(service.open(COMPLETIONS, body(prompt=prompts, max_tokens=2), "1"))
+    assert [choice["index"] for choice in got["choices"]] == [0, 1, 2]
+    assert got["usage"] == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+    chunks = events(service.open(COMPLETIONS, body(prompt=prompts, max_tokens=2, stream=True), "2"))
+    finals = [c["index"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
+    assert sorted(finals) == [0, 1, 2]
+
+
+def test_pieces_are_capped_and_lose_nothing(service: OpenAIService) -> None:
+    payload = chat_body(max_tokens=20, stream=True)
+    whole = collect(service.open(CHAT, payload, "1"))
+    assert collect(service.open(CHAT, payload, "1"), max_bytes=7).count(b"data: ") == whole.count(b"data: ") == 21
+
+
+def test_exit_layers_are_reported_when_asked_for(service: OpenAIService) -> None:
+    wanted = {"return_exit_layers": True}
+    got = answer(service.open(COMPLETIONS, body(prompt=[[5], [6]], max_tokens=4, offramp=wanted), "1"))
+    assert got["choices"][0]["offramp"] == {"exit_layers": [1, 2, 3, 4], "mean_layers": 2.5}
+    assert got["offramp"] == {"exit_layers": [1, 2, 3, 4, 1, 2, 3, 4], "mean_layers": 2.5}
+    chunks = events(service.open(CHAT, chat_body(max_tokens=4, stream=True, offramp=wanted), "2"))
+    assert [layer for chunk in chunks for layer in chunk["offramp"]["exit_layers"]] == [1, 2, 3, 4]
+    assert chunks[-1]["offramp"]["mean_layers"] == 2.5
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_completion_logprobs_are_columns_of_equal_length(service: OpenAIService, count: int) -> None:
+    payload = body(prompt=[9], max_tokens=3, logprobs=count)
+    columns = answer(service.open(COMPLETIONS, payload, "1"))["choices"][0]["logprobs"]
+    assert {len(column) for column in columns.values()} == {3}
+    assert columns["tokens"][:2] == ["<|bos|>", "<|eos|>"]
+    assert columns["token_logprobs"] == [-1.0] * 3
+    assert columns["text_offset"] == [0, 2, 4]
+    assert all(len(top) == max(count, 1) for top in columns["top_logprobs"])
+    streamed = events(service.open(COMPLETIONS, body(prompt=[9], max_tokens=3, logprobs=count, stream=True), "2"))
+    pieces = [choice["logprobs"] for chunk in streamed for choice in chunk["choices"]]
+    assert {key: sum((piece[key] for piece in pieces), []) for key in columns} == columns
+
+
+def test_chat_logprobs(service: OpenAIService) -> None:
+    payload = chat_body(max_tokens=2, logprobs=True, top_logprobs=2)
+    content = answer(service.open(CHAT, payload, "1"))["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["<|bos|>", "<|eos|>"]
+    assert bytes(content[0]["bytes"]).decode() == "<|bos|>"
+    assert [len(entry["top_logprobs"]) for entry in content] == [2, 2]
+
+
+def test_chat_is_encoded_by_the_template_without_a_second_bos(service: OpenAIService, engine: Engine) -> None:
+    collect(service.open(CHAT, chat_body(max_tokens=1), "1"))
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    expected = tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
+    assert list(engine.requests[0].prompt_token_ids) == expected
+    assert expected[0] == IM_START_ID != BOS_ID
+
+
+def test_what_is_asked_reaches_the_engine(service: OpenAIService, engine: Engine) -> None:
+    fields = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "seed": -7, "stop": "x", "logprobs": 1}
+    collect(service.open(COMPLETIONS, body(prompt=[4, 5], **fields), "1"))
+    [request] = engine.requests
+    sampling = request.sampling
+    assert request.prompt_token_ids == (4, 5)
+    assert request.eos_token_ids == {1, 3}
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (3, 0.5, 0.9)
+    assert (sampling.seed, sampling.stop, sampling.logprobs) == (-7, ("x",), 1)
+
+
+def test_default_lengths(service: OpenAIService, engine: Engine) -> None:
+    collect(service.open(COMPLETIONS, body(prompt=[4]), "1"))
+    assert engine.requests[-1].sampling.max_tokens == 16
+    collect(service.open(COMPLETIONS, body(prompt=[4] * 75), "2"))
+    assert engine.requests[-1].sampling.max_tokens == 5, "a default never makes a request impossible"
+    reply = service.open(CHAT, chat_body(), "3")
+    collect(reply)
+    assert engine.requests[-1].max_total_tokens == 80, "chat: as much as fits"
+
+
+def test_models_and_health(service: OpenAIService, thread: EngineThread, engine: Engine) -> None:
+    reply = service.open("v1/models", b"", "1")
+    assert isinstance(reply, Complete)
+    [model] = json.loads(reply.body)["data"]
+    assert (model["id"], model["object"]) == ("m", "model")
+    assert model["offramp"]["exit_layers"] == [1, 2]
+    assert (model["offramp"]["version"], model["offramp"]["run_id"], model["offramp"]["config_hash"]) == (
+        "1.0",
+        "abc",
+        "def",
+    )
+    assert service.open("/v1/models/m/", b"", "1") == Complete(200, json.dumps(model, separators=(",", ":")).encode())
+    assert refusal(service.open("v1/models/other", b"", "1"), 404)["code"] == "model_not_found"
+    health = service.open("health", b"", "1")
+    assert isinstance(health, Complete)
+    assert health.status == 200
+
+
+@pytest.mark.parametrize("path", ["", "v1", "v1/embeddings", "v1/completions/x", "../v1/completions"])
+def test_unknown_endpoints_are_404(service: OpenAIService, path: str) -> None:
+    assert COMPLETIONS in refusal(service.open(path, b"{}", "1"), 404)["message"]
+
+
+def test_an_unknown_model_is_404_and_names_what_is_served(service: OpenAIService) -> None:
+    error = refusal(service.open(COMPLETIONS, json.dumps({"model": "gpt", "prompt": "a"}).encode(), "1"), 404)
+    assert error["code"] == "model_not_found"
+    assert "'m'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe{}",
+        b'{"model": "m", "prompt": "\\ud800"}',
+        b'{"model": "m", "prompt": [1], "\\udfff": 1}',
+        b'{"model": "m", "prompt": "a", "temperature": NaN}',
+        b'{"model": "m", "prompt": "a", "temperature": 1e999}',
+        b"[" * 100_000,
+        b'"text"',
+        b'{"model": "m", "prompt": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_malformed_bodies_are_400(service: OpenAIService, payload: bytes) -> None:
+    refusal(service.open(COMPLETIONS, payload, "1"), 400)
+
+
+def test_a_prompt_longer_than_the_context_names_both_lengths(service: OpenAIService) -> None:
+    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 101), "1"), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "100 tokens" in error["message"]
+    assert "101 tokens" in error["message"]
+    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 10, max_tokens=91), "1"), 400)
+    assert "101 together" in error["message"]
+    assert refusal(service.open(CHAT, chat_body("x" * 500), "1"), 400)["param"] == "messages"
+
+
+def test_a_request_that_can_never_fit_the_cache_is_400(service: OpenAIService) -> None:
+    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 10, max_tokens=75), "1"), 400)
+    assert "KV cache holds 80 tokens" in error["message"]
+
+
+@pytest.mark.parametrize("prompt", ["", [[]], [300], [-1], [[4], [2**40]]])
+def test_prompts_that_are_no_tokens_are_400(service: OpenAIService, prompt: object) -> None:
+    assert refusal(service.open(COMPLETIONS, body(prompt=prompt), "1"), 400)["param"].startswith("prompt")
+
+
+def test_a_full_queue_is_429_and_says_when_to_come_back(service: OpenAIService) -> None:
+    reply = service.open(COMPLETIONS, body(prompt=[[4]] * 4, max_tokens=70), "1")
+    refused = service.open(COMPLETIONS, body(prompt=[4]), "2")
+    assert refusal(refused, 429)["code"] == "queue_full"
+    assert isinstance(refused, Complete)
+    assert refused.headers == {"Retry-After": "1"}
+    assert isinstance(reply, Generation)
+    service.abandon(reply)
+    assert isinstance(service.open(COMPLETIONS, body(prompt=[4], max_tokens=1), "3"), Generation)
+
+
+def test_more_prompts_than_can_ever_run_are_400(service: OpenAIService) -> None:
+    assert "5 prompts" in refusal(service.open(COMPLETIONS, body(prompt=[[4]] * 5), "1"), 400)["message"]
+
+
+def test_without_a_chat_template_chat_is_400_and_completions_work(thread: EngineThread) -> None:
+    service = OpenAIService(thread, tiny_tokenizer(chat_template=False), card())
+    assert "chat_template.jinja" in refusal(service.open(CHAT, chat_body(), "1"), 400)["message"]
+    assert answer(service.open(COMPLETIONS, body(prompt="a", max_tokens=1), "2"))["choices"][0]["text"] == " 0"
+
+
+def test_a_template_that_refuses_is_400_with_its_own_message(thread: EngineThread) -> None:
+    import copy
+
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = "{{ raise_exception('Conversation roles must alternate') }}"
+    service = OpenAIService(thread, tokenizer, card())
+    assert "roles must alternate" in refusal(service.open(CHAT, chat_body(), "1"), 400)["message"]
+
+
+def test_when_the_engine_has_died_requests_fail_with_the_cause(
+    service: OpenAIService, engine: Engine, thread: EngineThread
+) -> None:
+    def explode() -> None:
+        raise ValueError("out of blocks")
+
+    stream = service.open(COMPLETIONS, body(prompt=[4], max_tokens=70, stream=True), "1")
+    engine.on_step = explode
+    assert "out of blocks" in events(stream)[-1]["error"]["message"]
+    assert isinstance(stream, Generation)
+    assert stream.failed
+    assert "out of blocks" in refusal(service.open(COMPLETIONS, body(prompt=[4]), "2"), 503)["message"]
+    assert "out of blocks" in refusal(service.open("health", b"", "3"), 503)["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "policy", "kv_policy"),
+    [
+        ({}, None, "fill"),
+        ({"exit_policy": "full"}, None, "full"),
+        ({"kv_policy": "full"}, None, "full"),
+        ({"exit_policy": "early"}, ExitPolicy(thresholds={1: 0.9, 2: 0.8}), "fill"),
+        ({"threshold": 0.5}, ExitPolicy(thresholds={1: 0.5, 2: 0.5}), "fill"),
+        ({"min_exit_layer": 2}, ExitPolicy(thresholds={1: 0.9, 2: 0.8}, min_layer=2), "fill"),
+    ],
+)
+def test_exit_options(options: dict[str, Any], policy: ExitPolicy | None, kv_policy: str) -> None:
+    chosen = exit_options(OfframpOptions(**options), card())
+    assert (chosen.policy, chosen.kv_policy) == (policy, kv_policy)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({"exit_policy": "full", "threshold": 0.5}, {}),
+        ({"exit_policy": "full", "kv_policy": "fill"}, {}),
+        ({"exit_policy": "early", "kv_policy": "full"}, {}),
+        ({"exit_policy": "early"}, {"exit_layers": (), "policy": None}),
+        ({"threshold": 0.5}, {"exit_layers": (), "policy": None}),
+        ({"exit_policy": "early"}, {"policy": None}),
+        ({"min_exit_layer": 2}, {"policy": None}),
+    ],
+)
+def test_exit_options_that_make_no_sense_are_refused(options: dict[str, Any], changes: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        exit_options(OfframpOptions(**options), card(**changes))
+    assert caught.value.status == 400
+
+
+def test_an_unknown_kv_policy_is_400(service: OpenAIService) -> None:
+    payload = body(prompt=[4], offramp={"kv_policy": "forget"})
+    assert "forget" in refusal(service.open(COMPLETIONS, payload, "1"), 400)["message"]
+
+
+def test_many_threads_may_ask_at_once(service: OpenAIService) -> None:
+    texts: list[str] = []
+
+    def ask(i: int) -> None:
+        texts.append(answer(service.open(COMPLETIONS, body(prompt=[4], max_tokens=5), f"{i}"))["choices"][0]["text"])
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert texts == [" 0 1 2 3 4"] * 4

