@@ -17,12 +17,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, run, stop, are cancelled and fail in any order, on a cache that remembers who wrote what."""
 
     @initialize(
-        num_blocks=st.integers(1, 12),
+        num_blocks=st.integers(1, 24),
         block_size=st.integers(1, 4),
         max_num_seqs=st.integers(1, 4),
         extra_budget=st.integers(0, 6),
         max_waiting=st.integers(1, 5),
-        max_model_len=st.integers(2, 40),
+        max_model_len=st.integers(8, 40),
     )
     def start(
         self,
@@ -43,7 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.admitted: list[Request] = []
         self.slots: dict[int, tuple[Request, int]] = {}  # slot -> who wrote it last, for which position
 
-    @rule(prompt=st.integers(1, 30), max_tokens=st.integers(1, 12), min_tokens=st.integers(0, 2))
+    @rule(prompt=st.integers(1, 12), max_tokens=st.integers(1, 8), min_tokens=st.integers(0, 2))
     def add(self, prompt: int, max_tokens: int, min_tokens: int) -> None:
         request = make_request(
             str(len(self.requests)),
