@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from helpers.fake_engine import FakeEngine
 from helpers.tiny import BOS_ID, IM_START_ID, tiny_tokenizer
-
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.card import ModelCard
@@ -193,7 +193,7 @@ def test_completion_logprobs_are_columns_of_equal_length(service: OpenAIService,
     assert all(len(top) == max(count, 1) for top in columns["top_logprobs"])
     streamed = events(service.open(COMPLETIONS, body(prompt=[9], max_tokens=3, logprobs=count, stream=True), "2"))
     pieces = [choice["logprobs"] for chunk in streamed for choice in chunk["choices"]]
-    assert {key: sum((piece[key] for piece in pieces), []) for key in columns} == columns
+    assert {key: [entry for piece in pieces for entry in piece[key]] for key in columns} == columns
 
 
 def test_chat_logprobs(service: OpenAIService) -> None:

@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from helpers.fake_engine import FakeEngine
 from helpers.tiny import tiny_tokenizer
-
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.service import OpenAIService
@@ -176,8 +176,10 @@ def test_models_needs_no_payload(front: Front) -> None:
 def test_a_fault_of_ours_is_one_500_and_stays_out_of_the_log(
     front: Front, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    words = "quotes the " + "prompt".upper()  # the log may show this line, but not what it says
+
     def broken(*arguments: object, **named: object) -> None:
-        raise TypeError("quotes the PROMPT")
+        raise TypeError(words)
 
     front.send("s", max_tokens=50, stream=True)
     front.call()

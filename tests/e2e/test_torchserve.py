@@ -1,0 +1,302 @@
+"""A real TorchServe with the real engine and a tiny random model: `offramp serve` starts it once, `openai` asks it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from helpers.tiny import VOCAB_SIZE, tiny_checkpoint
+from offramp.common.errors import OfframpError
+from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.policy import ExitPolicy
+from offramp.serve.torchserve.archive import archive
+from offramp.serve.torchserve.server import MAX_REQUEST_BYTES, TorchServe
+
+NAME = "tiny"
+MAX_MODEL_LEN = 16_384
+CACHE_BYTES = 5 << 20  # 640 blocks of 16 tokens
+CACHE_TOKENS = 640 * 16
+API_KEY = "a-key-that-must-not-be-logged"
+SECRET = "A prompt that must not be logged"
+
+
+@dataclass
+class Served:
+    """A running `offramp serve`."""
+
+    base_url: str
+    metrics_url: str
+    run_folder: Path
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.base_url, api_key=API_KEY, max_retries=0, timeout=60)
+
+    def log(self) -> str:
+        return (self.run_folder / "server.log").read_text()
+
+    def gauge(self, name: str) -> float:
+        """A metric as Prometheus reads it: not a request to the model, so it does not call the handler."""
+        with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
+            text = response.read().decode()
+        match = re.search(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)
+        return float(match.group(1)) if match else 0.0
+
+    def post(self, body: bytes, content_type: str = "application/json") -> tuple[int, bytes]:
+        url = urlsplit(self.base_url)
+        assert url.hostname is not None
+        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=60)
+        try:
+            connection.request("POST", f"{url.path}/completions", body, {"content-type": content_type})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.05)
+
+
+def make_checkpoint(path: Path) -> Path:
+    # Without an end-of-sequence token, every request runs to its max_tokens.
+    return tiny_checkpoint(
+        path,
+        ExitConfig(layers=(1, 2)),
+        ExitPolicy(measure="max_probability", thresholds={1: 0.3, 2: 0.3}),
+        eos_token_id=None,
+        max_position_embeddings=MAX_MODEL_LEN,
+    )
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("torchserve")
+    command = [sys.executable, "-m", "offramp.common.cli", "serve", str(make_checkpoint(folder / "checkpoint"))]
+    command += ["--port", "0", "--name", NAME, "--run-folder", str(folder / "run"), "--num-threads", "1"]
+    command += ["--kv-cache-bytes", str(CACHE_BYTES), "--max-num-seqs", "8", "--max-waiting", "8"]
+    with (folder / "stderr").open("wb") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if line.startswith("Stop with"):
+                break
+        else:
+            pytest.fail(f"offramp serve did not start: {(folder / 'stderr').read_text()}")
+        base_url = re.search(r'base_url="(\S+)"', said)
+        metrics_url = re.search(r"metrics: (\S+)", said)
+        assert base_url
+        assert metrics_url
+        assert f"curl {base_url[1]}/completions" in said
+        yield Served(base_url[1], metrics_url[1], folder / "run")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, (folder / "stderr").read_text()
+        left = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False).stdout
+        assert left == "", "a process of the server was left behind"
+        with pytest.raises(OSError, match="refused"):
+            urllib.request.urlopen(metrics_url[1], timeout=5)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+
+
+def test_models(served: Served) -> None:
+    [model] = served.client.models.list().data
+    assert model.id == NAME
+    assert model.model_extra is not None
+    about = model.model_extra["offramp"]
+    assert (about["version"], about["exit_layers"], about["num_layers"]) == ("1.0", [1, 2], 4)
+    assert served.client.models.retrieve(NAME).id == NAME
+
+
+def test_completion_streamed_and_not(served: Served) -> None:
+    asked = {"model": NAME, "prompt": SECRET, "max_tokens": 40, "temperature": 0}
+    whole = served.client.completions.create(**asked)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 40
+    assert whole.choices[0].finish_reason == "length"
+    chunks = list(served.client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+
+
+def test_chat_streamed_and_not(served: Served) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": SECRET}]},
+    ]
+    asked = {"model": NAME, "messages": messages, "max_completion_tokens": 40, "seed": 7}
+    whole = served.client.chat.completions.create(**asked)
+    chunks = list(served.client.chat.completions.create(**asked, stream=True))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+
+
+def test_exit_layers(served: Served) -> None:
+    def ask(**options: object) -> dict[str, object]:
+        extra = {"offramp": {"return_exit_layers": True, **options}}
+        answer = served.client.completions.create(
+            model=NAME, prompt=[5, 6, 7], max_tokens=32, temperature=0, extra_body=extra
+        )
+        assert answer.model_extra is not None
+        return answer.model_extra["offramp"]
+
+    full, early, own = ask(exit_policy="full"), ask(threshold=-1.0), ask()
+    assert full == {"exit_layers": [4] * 32, "mean_layers": 4.0}
+    # The first token comes from the prompt, which runs all layers.
+    assert early["exit_layers"] == [4] + [1] * 31
+    layers = own["exit_layers"]
+    assert isinstance(layers, list)
+    assert set(layers) <= {1, 2, 4}
+    assert len(set(layers)) > 1, "the checkpoint's own thresholds let some tokens leave and others not"
+
+
+def test_bad_requests_get_their_4xx_while_others_stream_on(served: Served) -> None:
+    client = served.client
+    streamed: dict[int, int] = {}
+
+    def stream(seed: int) -> None:
+        # Read raw: parsing thousands of events would keep this process from sending anything else.
+        asked = {"model": NAME, "prompt": [9], "max_tokens": 3300, "seed": seed, "stream": True, "logprobs": 0}
+        status, body = served.post(json.dumps(asked).encode())
+        assert status == 200
+        streamed[seed] = sum(event.count(b'"tokens":["') for event in body.split(b"data: "))
+
+    threads = [threading.Thread(target=stream, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: served.gauge("offramp_running_requests") == 3)
+
+    status, body = served.post(b'{"model": "tiny", "prompt": ' + SECRET.encode())
+    assert (status, "JSON" in json.loads(body)["error"]["message"]) == (400, True)
+    status, body = served.post(b"{}", "application/x-www-form-urlencoded")
+    assert (status, "application/json" in json.loads(body)["error"]["message"]) == (400, True)
+    # TorchServe's own answer, sent while the body still comes: a client sees it or a broken pipe.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        assert served.post(b" " * (MAX_REQUEST_BYTES + 1))[0] == 413
+    with pytest.raises(openai.BadRequestError, match=rf"{MAX_MODEL_LEN} tokens, but your prompt has 20000"):
+        client.completions.create(model=NAME, prompt=[5] * 20_000)
+    with pytest.raises(openai.BadRequestError, match=f"KV cache holds {CACHE_TOKENS} tokens"):
+        client.completions.create(model=NAME, prompt=[5], max_tokens=CACHE_TOKENS)
+    with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: top_k"):
+        client.completions.create(model=NAME, prompt="a", extra_body={"top_k": 3})
+    with pytest.raises(openai.NotFoundError, match="'gpt' does not exist; served here: 'tiny'"):
+        client.completions.create(model="gpt", prompt="a")
+    with pytest.raises(openai.NotFoundError, match="Unknown endpoint 'v1/embeddings'"):
+        client.embeddings.create(model=NAME, input="a")
+    with pytest.raises(openai.BadRequestError, match=f"outside 0..{VOCAB_SIZE - 1}"):
+        client.completions.create(model=NAME, prompt=[VOCAB_SIZE])
+    assert any(thread.is_alive() for thread in threads), "the streams ended before the bad requests were sent"
+    for thread in threads:
+        thread.join()
+    assert streamed == dict.fromkeys(range(3), 3300)
+
+
+def test_a_full_queue_is_429_and_the_others_are_answered(served: Served) -> None:
+    """16 requests run or wait; of 24 at once the rest hears 429, with what the client needs to try again."""
+    counts: dict[str, int] = {"ok": 0, "429": 0, "no retry-after": 0}
+    lock = threading.Lock()
+
+    def ask() -> None:
+        try:
+            served.client.completions.create(model=NAME, prompt=[5], max_tokens=1000)
+            outcome = "ok"
+        except openai.RateLimitError as error:
+            outcome = "429" if error.response.headers["retry-after"] == "1" else "no retry-after"
+        with lock:
+            counts[outcome] += 1
+
+    threads = [threading.Thread(target=ask) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counts["ok"] + counts["429"] == 24
+    assert counts["ok"] >= 16
+    assert counts["429"] > 0
+
+
+def test_a_client_that_goes_away_is_cancelled_though_it_was_the_last(served: Served) -> None:
+    before = served.gauge("offramp_generated_tokens_total")
+    stream = served.client.completions.create(model=NAME, prompt=[5], max_tokens=10_000, stream=True)
+    next(iter(stream))
+    wait_for(lambda: served.gauge("offramp_running_requests") == 1)
+    stream.close()
+    # From here on nobody calls: TorchServe has no job left, and metrics are not asked of the worker.
+    wait_for(lambda: served.gauge("offramp_running_requests") == 0)
+    assert served.gauge("offramp_generated_tokens_total") - before < 9_500
+
+
+def test_metrics(served: Served) -> None:
+    served.client.completions.create(model=NAME, prompt=[5], max_tokens=8)
+    assert served.gauge("offramp_generated_tokens_total") >= 8
+    assert 1 <= served.gauge("offramp_mean_layers") <= 4
+    assert served.gauge("offramp_request_seconds_count") >= 1
+
+
+def test_the_log_holds_no_prompt_and_no_key(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError):
+        served.client.completions.create(model=NAME, prompt=SECRET, temperature=9)
+    assert "Serving tiny 1.0" in served.log()
+    for secret in (SECRET, API_KEY, "Authorization"):
+        assert secret not in served.log()
+    assert len(served.log()) < 50_000, "something is written for every request or call"
+
+
+def test_a_killed_worker_comes_back(served: Served) -> None:
+    pids = subprocess.run(["pgrep", "-f", "model_service_worker"], capture_output=True, text=True, check=True).stdout
+    mine = [int(pid) for pid in pids.split() if str(served.run_folder) in _environment(int(pid))]
+    assert len(mine) == 1
+    stream = served.client.completions.create(model=NAME, prompt=[5], max_tokens=10_000, stream=True)
+    next(iter(stream))
+    os.kill(mine[0], signal.SIGKILL)
+    with pytest.raises((openai.APIError, Exception), match=r"peer closed|incomplete|Worker died|Connection"):
+        list(stream)
+    answer = served.client.completions.create(model=NAME, prompt=[5], max_tokens=4)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
+def _environment(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def test_a_model_that_cannot_be_loaded_says_why_instead_of_hanging(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint")
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    folder = archive(checkpoint, tmp_path / "store" / NAME, name=NAME)
+    with (
+        pytest.raises(OfframpError, match=r"the model could not be loaded: .*model\.safetensors"),
+        TorchServe(folder, port=0),
+    ):
+        pytest.fail("it cannot be ready")
