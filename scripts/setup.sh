@@ -29,14 +29,28 @@ find_python() {
 # pip's many lines go to the log; the few that explain a wait are shown.
 pip_install() {
     if ! .venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off \
-        --constraint constraints.txt "$@" 2>&1 | tee -a "$log" |
-        awk '/Downloading .*\([0-9.]+ [MG]B\)/ { name = $2; sub(/.*\//, "", name); size = $(NF - 1) $NF; print "    downloading " name " " size }
-             /^Building wheels/ { print "    building the packages that come as plain source (no compiler is used)" }
-             /^Installing collected packages/ { print "    unpacking " NF - 3 " packages" }
-             { fflush() }'; then
+        --constraint constraints.txt "$@" 2>&1 | tee -a "$log" | show_waits; then
         tail -n 20 "$log" >&2
         fail "pip could not install this; the whole log is in $log"
     fi
+}
+
+# A shell loop, because awk and grep may hold lines back until a block of them is full.
+show_waits() {
+    local line words
+    while IFS= read -r line; do
+        case "$line" in
+            *Downloading*" MB)" | *Downloading*" GB)")
+                line="${line##*Downloading }"
+                echo "    downloading ${line##*/}"
+                ;;
+            "Building wheels"*) echo "    building the packages that come as plain source (no compiler is used)" ;;
+            "Installing collected packages"*)
+                words=(${line#*: })
+                echo "    unpacking ${#words[@]} package(s)"
+                ;;
+        esac
+    done
 }
 
 started=$SECONDS
