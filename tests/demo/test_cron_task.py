@@ -19,9 +19,8 @@ def test_rows_depend_on_the_seed_alone_and_a_larger_count_adds_to_them(split: Sp
 def test_the_first_training_row_never_changes() -> None:
     """A salted hash or another grammar would silently change every figure that was measured on this data."""
     assert next(cron_rows("train", 1)) == {
-        "prompt": "Cron: 0 0-8 * SEP,DEC 3,5,6\nMeaning:",
-        "completion": " At 0 minutes past the hour, between 00:00 and 08:59, only on Wednesday, Friday, and Saturday, "
-        "only in September and December",
+        "prompt": "Cron: 0 */4 * * *\nMeaning:",
+        "completion": " Every 4 hours",
     }
 
 
