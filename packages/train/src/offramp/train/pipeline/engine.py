@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from offramp.common.errors import OfframpError
 from offramp.common.model.attention import Layout
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.export import read_stages
 from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
 from offramp.train.pipeline.stages import Stage, StagePlan
@@ -44,7 +44,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 WEIGHTS = "stage_{:02d}.safetensors"
-"""Name of the weights of one stage in a checkpoint."""
+"""Name of the weights of one stage in a checkpoint; `offramp.train.export` reads them."""
 
 
 class StageModule(PipelineModule):
@@ -118,14 +118,6 @@ class StageModule(PipelineModule):
         self.stage.load_state_dict(found, strict=strict)
 
 
-def read_stages(directory: Path) -> dict[str, Tensor]:
-    """All parameters of a pipeline checkpoint under their names in the whole model."""
-    files = sorted(directory.glob(WEIGHTS.replace("{:02d}", "*")))
-    if not files:
-        raise OfframpError(f"{directory} holds no {WEIGHTS.format(0)}; it is not a checkpoint of deepspeed_pipeline.")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
 class EarlyExitPipelineEngine(PipelineEngine):
     """Runs one optimizer step, or one evaluation, over a list of micro-batches.
 
@@ -154,6 +146,12 @@ class EarlyExitPipelineEngine(PipelineEngine):
         # Where nothing below is trained, gradients of states would be computed for nobody.
         self._input_has_gradient = bool(trained[: self.stage_id].any())
         self._output_has_gradient = bool(trained[: self.stage_id + 1].any())
+
+    def release(self) -> None:
+        """Let go of the module, so that another engine can have it."""
+        self.module_forward_pre_hook.remove()
+        self.module_forward_post_hook.remove()
+        self.destroy()
 
     # ---- the two things it does
 

@@ -1,0 +1,339 @@
+"""`MultiExitModule`: multi-exit language modelling as a LightningModule.
+
+One Lightning batch is this data-parallel rank's share of one optimizer step. In one process or under DDP the steps below
+run it as it is; the strategy `deepspeed_pipeline` runs the same objective on its stages instead of `training_step` and
+`validation_step`, and reports through the same methods, so losses, gradients and names of metrics do not depend on it.
+
+Legend: B batch, T time, D model, X exits.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from offramp.common.checkpoint import EXITS_JSON, Checkpoint, load_checkpoint
+from offramp.common.errors import OfframpError
+from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.policy import ExitPolicy
+from offramp.common.hf import read_json
+from offramp.common.model.config import ModelConfig
+from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.data.batch import TokenBatch
+from offramp.train.export import RECORD, make_record, plain
+from offramp.train.fill_aware import check_probabilities, draw_exit_depths
+from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader
+from offramp.train.optim import OptimizerConfig, make_optimizer
+from offramp.train.pipeline.registration import register_strategy
+
+register_strategy()
+
+BACKBONE = "backbone"
+"""In `freeze`: everything but the exits."""
+_EXITS = "exits."
+
+
+class MultiExitModule(pl.LightningModule):
+    """Trains a checkpoint directory: the final exit and all early ones together.
+
+    Args:
+        checkpoint: directory with `config.json`, `exits.json` and, unless `from_scratch`, weights.
+        exit_weights: weight of each early exit in the loss, in the order of their layers; 0.3 each if None.
+        final_weight: weight of the final exit.
+        distill: share of the divergence to the final exit in the loss of early exits, 0 to 1. Under
+            `deepspeed_pipeline` only where all exits lie on the last stage, since others do not see the final logits.
+        fill_aware: exit layer -> probability that a target token is frozen there while training; see
+            `offramp.train.fill_aware`.
+        freeze: what stays as it is: names of parameters or modules, patterns of names (`layers.*.mlp.*`), or `backbone`.
+        from_scratch: start with random weights.
+        seed: of random weights and random exit depths.
+        optimizer: learning rates, weight decay and schedule.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        exit_weights: list[float] | None = None,
+        final_weight: float = 1.0,
+        distill: float = 0.0,
+        fill_aware: dict[int, float] | None = None,
+        freeze: list[str] | None = None,
+        from_scratch: bool = False,
+        seed: int = 0,
+        optimizer: OptimizerConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.checkpoint = checkpoint
+        self.exit_weights, self.final_weight, self.distill = exit_weights, final_weight, distill
+        self.fill_aware = {int(layer): float(share) for layer, share in (fill_aware or {}).items()}
+        self.freeze_patterns = list(freeze or ())
+        self.from_scratch, self.seed = from_scratch, seed
+        self.optimizer_config = optimizer or OptimizerConfig()
+        # Exactly one of these two is there after `configure_model`.
+        self.model: MultiExitTransformer | None = None
+        self.stages: nn.Module | None = None
+        self._source: Checkpoint | None = None
+        self._objective: Objective | None = None
+        self._evaluated: ExitSums | None = None
+        self._last_step_at: float | None = None
+
+    # ---- the model
+
+    @override
+    def configure_model(self) -> None:
+        """Load the weights; under `deepspeed_pipeline`, keep this stage's part of them."""
+        if self._source is not None:
+            return
+        self._source = source = self._load()
+        model = source.model.train()
+        self._objective = self._make_objective(model.exit_config.layers, model.config.num_layers)
+        check_probabilities(self.fill_aware, model.exit_config.layers)
+        freeze_parameters(model, self.freeze_patterns)
+        build_stages = getattr(self.trainer.strategy, "build_stages", None)
+        if build_stages is None:
+            self.model = model
+        else:
+            self.stages = build_stages(model)
+            # The record needs no weights, and the other stages' must not stay in this process.
+            with torch.device("meta"):
+                source.model = MultiExitTransformer(model.config, model.exit_config)
+
+    @property
+    def source(self) -> Checkpoint:
+        """The checkpoint that training starts from."""
+        assert self._source is not None, "the model is loaded by configure_model"
+        return self._source
+
+    @property
+    def objective(self) -> Objective:
+        """Weights of the exits."""
+        assert self._objective is not None, "the objective is known after configure_model"
+        return self._objective
+
+    @property
+    def exported_policy(self) -> ExitPolicy | None:
+        """The exit policy that an exported checkpoint gets, but for its thresholds."""
+        return self.source.policy
+
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this process that are trained, under their names in the whole model."""
+        network = self.model if self.model is not None else getattr(self.stages, "stage", None)
+        assert network is not None
+        yield from ((name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad)
+        idle = getattr(self.stages, "idle", None)  # stands in on a stage where everything is frozen
+        if idle is not None:
+            yield "idle", idle
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """One optimizer and one schedule, stepped once per optimizer step."""
+        parameters = list(self.trained_parameters())
+        if not parameters:
+            raise OfframpError(f"freeze {self.freeze_patterns} leaves nothing to train.")
+        total = int(self.trainer.estimated_stepping_batches)
+        optimizer, scheduler = make_optimizer(parameters, self.optimizer_config, total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # ---- steps without a pipeline
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Check the trainer's settings."""
+        if self.trainer.accumulate_grad_batches != 1:
+            raise OfframpError(
+                f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but one batch is one optimizer "
+                "step here; set it to 1, enlarge the batch, and let the strategy deepspeed_pipeline (pipe: 1 is enough) cut "
+                "it into micro_batches."
+            )
+
+    @override
+    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+        """The objective on a whole batch, with gradients that DDP's averaging makes those of the global batch."""
+        micro = self.prepare(batch, training=True)
+        counts = self.sum_over_ranks(self.objective.counts(micro))
+        sums = ExitSums(self.objective.layers, self.device)
+        loss = torch.stack(list(self._losses(micro, counts, sums))).sum()
+        self.log_training(sums, micro.tokens.input_ids.numel())
+        return loss * self.trainer.world_size
+
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log the gradient norm before clipping."""
+        gradients = [p.grad for _, p in self.trained_parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
+
+    @override
+    def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add a batch to the sums of this evaluation."""
+        micro = self.prepare(batch, training=False)
+        sums = ExitSums(self.objective.layers, self.device)
+        for _ in self._losses(micro, torch.ones(len(self.objective.layers)), sums):
+            pass
+        self.add_evaluated(sums)
+
+    @override
+    def test_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """As `validation_step`."""
+        self.validation_step(batch, batch_idx)
+
+    def _losses(self, micro: MicroBatch, counts: Tensor, sums: ExitSums) -> Iterator[Tensor]:
+        model = self.model
+        assert model is not None
+        layout = model.layout(micro.tokens.input_ids, micro.tokens.segment_ids, micro.exit_depths)
+        h, depth, states = model.embed(micro.tokens.input_ids), 0, {}
+        for layer in self.objective.layers:
+            h, depth = model.run_layers(h, depth, layer, layout), layer
+            states[layer] = h
+        readers = {layer: exit_reader(model, layer) for layer in states}
+        return exit_losses(self.objective, readers, states, micro, layout, counts, sums)
+
+    # ---- what the pipeline strategy shares
+
+    def prepare(self, batch: TokenBatch, training: bool) -> MicroBatch:
+        """A batch with exit depths drawn for this step, or without in evaluation."""
+        if not isinstance(batch, TokenBatch):
+            raise OfframpError(f"{type(self).__name__} takes batches of tokens, not {type(batch).__name__}.")
+        if not training or not self.fill_aware:
+            return MicroBatch(batch)
+        num_layers = self.objective.final_layer
+        return MicroBatch(batch, draw_exit_depths(batch, self.fill_aware, num_layers, self.seed, self.global_step))
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum over all processes."""
+        return cast("Tensor", self.trainer.strategy.reduce(values, reduce_op="sum"))
+
+    def log_training(self, sums: ExitSums, positions: int, grad_norm: float | None = None) -> None:
+        """Log a step under stable names, with equal values on all ranks.
+
+        Args:
+            sums: of the tokens and exits that are this rank's alone.
+            positions: input tokens that are this rank's alone, prompts and padding included.
+            grad_norm: before clipping.
+        """
+        now, before = time.perf_counter(), self._last_step_at
+        elapsed = 0.0 if before is None else now - before
+        self._last_step_at = now
+        packed = torch.cat((sums.values.flatten(), sums.values.new_tensor([positions, elapsed])))
+        *_, positions, seconds = self.sum_over_ranks(packed).tolist()
+        sums = ExitSums(sums.layers, packed.device, packed[:-2].view_as(sums.values))
+        metrics = {f"train/{name}": value for name, value in sums.report(self.objective).items()}
+        metrics["train/lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        if grad_norm is not None:
+            metrics["train/grad_norm"] = grad_norm
+        if before is not None:  # nothing is known about the first step after a pause
+            metrics["train/tokens_per_second"] = positions * self.trainer.world_size / seconds
+        loss = metrics.pop("train/loss")
+        self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
+        self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+
+    def add_evaluated(self, sums: ExitSums) -> None:
+        """Add sums of tokens and exits that are this rank's alone to those of the running evaluation."""
+        if self._evaluated is None:
+            self._evaluated = sums
+        else:
+            self._evaluated.values += sums.values
+
+    def _start_evaluation(self) -> None:
+        self._evaluated = None
+        self._last_step_at = None
+
+    def _end_evaluation(self, prefix: str) -> None:
+        total = self._evaluated or ExitSums(self.objective.layers, self.device)
+        total.values = self.sum_over_ranks(total.values)
+        for name, value in total.report(self.objective).items():
+            # Equal on all ranks already; sync_dist only tells Lightning that this was thought of.
+            self.log(f"{prefix}/{name}", value, prog_bar=name == "loss", sync_dist=True, batch_size=1)
+        self._evaluated = None
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        """Start the sums."""
+        self._start_evaluation()
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        """Log means over all tokens under `val/`."""
+        self._end_evaluation("val")
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        """Start the sums."""
+        self._start_evaluation()
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        """Log means over all tokens under `test/`."""
+        self._end_evaluation("test")
+
+    # ---- checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the record that `offramp export` needs."""
+        settings = plain(self.hparams)
+        run_id = getattr(self.logger, "run_id", None) if self.trainer.is_global_zero else None
+        describe = getattr(self.trainer.datamodule, "describe", None) if self.trainer.datamodule is not None else None
+        provenance = {
+            "run_id": run_id,
+            "step": self.global_step,
+            "data": None if describe is None else describe(),
+            "trained_with": type(self.trainer.strategy).__name__,
+        }
+        checkpoint[RECORD] = make_record(self.source, self.exported_policy, provenance, settings)
+        if "hyper_parameters" in checkpoint:
+            checkpoint["hyper_parameters"] = plain(checkpoint["hyper_parameters"])
+
+    def _load(self) -> Checkpoint:
+        if not self.from_scratch:
+            return load_checkpoint(self.checkpoint, dtype=torch.float32)
+        directory = Path(self.checkpoint)
+        hf_config = read_json(directory / "config.json")
+        exits = ExitConfig()
+        if (directory / EXITS_JSON).is_file():
+            exits = ExitConfig.from_json(read_json(directory / EXITS_JSON)["exits"])
+        with torch.device("cpu"):
+            model = MultiExitTransformer(ModelConfig.from_hf(hf_config), exits)
+            model.reset_parameters(torch.Generator().manual_seed(self.seed))
+        return Checkpoint(model, hf_config, path=directory)
+
+    def _make_objective(self, early: tuple[int, ...], num_layers: int) -> Objective:
+        weights = [0.3] * len(early) if self.exit_weights is None else self.exit_weights
+        if len(weights) != len(early):
+            raise OfframpError(
+                f"exit_weights has {len(weights)} values, but {self.checkpoint} has {len(early)} early exits, at layers "
+                f"{list(early)}; give one for each."
+            )
+        return Objective({**dict(zip(early, weights, strict=True)), num_layers: self.final_weight}, self.distill)
+
+
+def freeze_parameters(model: MultiExitTransformer, patterns: list[str]) -> None:
+    """Stop training the parameters that `patterns` name; see `MultiExitModule`.
+
+    Raises:
+        OfframpError: a pattern names nothing.
+    """
+    for pattern in patterns:
+        found = [parameter for name, parameter in model.named_parameters() if _names(pattern, name)]
+        if not found:
+            raise OfframpError(
+                f"freeze: {pattern!r} names no parameter; use 'backbone', a name like 'embed_tokens', or a pattern like "
+                "'layers.*.mlp.*'."
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)
+
+
+def _names(pattern: str, name: str) -> bool:
+    if pattern == BACKBONE:
+        return not name.startswith(_EXITS)
+    return name.startswith(pattern + ".") or fnmatch.fnmatchcase(name, pattern)

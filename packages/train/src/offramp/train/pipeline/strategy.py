@@ -1,0 +1,305 @@
+"""`trainer.strategy: deepspeed_pipeline`: a `MultiExitModule` on pipeline stages, on CPU (gloo) and CUDA.
+
+One Lightning batch is one optimizer step: the strategy cuts it into micro-batches and runs the whole 1F1B schedule and the
+step within `training_step`. So `global_step`, schedules, `max_steps` and checkpoint intervals all count optimizer steps.
+
+What the trainer may say with it: `devices` (times `num_nodes`) a multiple of `pipe`, the rest being data-parallel
+replicas; `precision` 32-true or bf16-mixed (autocast over fp32 weights); `gradient_clip_val` by norm;
+`accumulate_grad_batches: 1`, since `micro_batches` says how a batch is cut. The steps of the module are not called, nor
+are its hooks `on_before_backward`, `on_after_backward`, `on_before_optimizer_step` and `configure_gradient_clipping`.
+
+The ranks of one pipeline read the same rows; `distributed_sampler_kwargs` speaks of data-parallel replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from offramp.common.errors import OfframpError
+from offramp.common.hf import read_json
+from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.export import RECORD, RECORD_FILE, STAGES
+from offramp.train.module import MultiExitModule
+from offramp.train.pipeline.engine import EarlyExitPipelineEngine, StageModule, make_engine
+from offramp.train.pipeline.quiet_deepspeed import use_device
+from offramp.train.pipeline.registration import NAME, register_strategy
+from offramp.train.pipeline.stages import plan_stages
+
+# isort: split
+from deepspeed import comm as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import lightning.pytorch as pl
+
+register_strategy()
+
+PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16}
+"""Allowed `trainer.precision`, and the dtype that stages compute in where it is not that of the weights."""
+
+
+class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
+    """See the module.
+
+    Args:
+        pipe: stages, S.
+        micro_batches: parts that a batch is cut into. Parts may differ by a row, so any batch of at least as many rows
+            will do; the bubble is (S - 1) / (micro_batches + S - 1) of a step.
+        zero_stage: 1 divides the optimizer's state among data-parallel replicas.
+        stage_bounds: last layer of every stage but the last; None balances the cost.
+        labelled_share: expected share of positions with a label, for balancing: only they meet the unembedding.
+        timeout_minutes: how long a rank waits for another.
+        process_group_backend: None chooses gloo on CPU and nccl on CUDA.
+    """
+
+    strategy_name = NAME
+
+    def __init__(
+        self,
+        pipe: int = 2,
+        micro_batches: int = 4,
+        zero_stage: Literal[0, 1] = 0,
+        stage_bounds: list[int] | None = None,
+        labelled_share: float = 0.5,
+        timeout_minutes: float = 30.0,
+        process_group_backend: str | None = None,
+    ) -> None:
+        if pipe < 1 or micro_batches < 1:
+            raise OfframpError(f"pipe is {pipe} and micro_batches {micro_batches}; both must be at least 1.")
+        if zero_stage not in (0, 1):
+            raise OfframpError(f"zero_stage is {zero_stage}; pipeline parallelism allows 0 and 1.")
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only checks and reports it
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {
+                "stage": zero_stage,
+                "overlap_comm": False,
+                "reduce_bucket_size": 5_000_000,
+                "allgather_bucket_size": 5_000_000,
+            },
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": None,
+        }
+        super().__init__(
+            config=config,
+            logging_level=40,
+            timeout=timedelta(minutes=timeout_minutes),
+            process_group_backend=process_group_backend,
+        )
+        self.pipe, self.micro_batches, self.zero_stage = pipe, micro_batches, zero_stage
+        self.stage_bounds, self.labelled_share = stage_bounds, labelled_share
+        self._engine: EarlyExitPipelineEngine | None = None
+
+    # ---- processes
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the pipeline."""
+        return self.world_size // self.pipe
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Data-parallel replicas and this rank's number among them; stage s of replica d is rank s * replicas + d."""
+        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank % self.data_parallel_size}
+
+    @override
+    def setup_environment(self) -> None:
+        """Start the process group; unlike the stock strategy, on CPU as well."""
+        precision = str(self.precision_plugin.precision)
+        if precision not in PRECISIONS:
+            raise OfframpError(
+                f"trainer.precision {precision!r} is not supported by {NAME}; choose one of {', '.join(PRECISIONS)}."
+            )
+        processes = self.num_nodes * self.num_processes
+        if processes % self.pipe:
+            raise OfframpError(
+                f"{processes} processes (trainer.devices x num_nodes) cannot form pipelines of {self.pipe} stages; set "
+                "trainer.devices to a multiple of pipe."
+            )
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        """As the stock one, without its demand for CUDA device numbers."""
+        use_device(self.root_device)
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        """Nothing of ZeRO-3 here."""
+        yield
+
+    # ---- model and optimizer
+
+    def build_stages(self, model: MultiExitTransformer) -> StageModule:
+        """This rank's stage of a model; called by `MultiExitModule.configure_model`."""
+        plan = plan_stages(model.config, model.exit_config, self.pipe, self.stage_bounds, self.labelled_share)
+        rank_zero_info(plan.describe())
+        return StageModule(model, plan)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Check what is to be trained, then make the engine."""
+        module = self.module
+        if type(module).training_step is not MultiExitModule.training_step:
+            raise OfframpError(f"{type(module).__name__} does not run on {NAME}; train it with strategy: auto or ddp.")
+        if module.objective.distill > 0.0 and module.stages.stage.plan.num_stages > 1:
+            plan = module.stages.stage.plan
+            early = [layer for stage in range(self.pipe - 1) for layer in plan.exits_of(stage)]
+            if early:
+                raise OfframpError(
+                    f"distill {module.objective.distill} needs the final logits, which the exits {early} before the last "
+                    f"stage do not see; set distill to 0, or move them with stage_bounds {[min(early)] * (self.pipe - 1)}."
+                )
+        super().setup(trainer)
+
+    @property
+    def module(self) -> MultiExitModule:
+        """The module that is trained."""
+        module = self.lightning_module
+        if not isinstance(module, MultiExitModule):
+            raise OfframpError(f"{NAME} runs a MultiExitModule, not {type(module).__name__}.")
+        return module
+
+    @property
+    def engine(self) -> EarlyExitPipelineEngine:
+        """The engine of this rank."""
+        assert self._engine is not None, "the engine is made by setup"
+        return self._engine
+
+    @override
+    def _format_config(self) -> None:
+        # The stock one turns bf16-mixed into bf16 weights, and micro-batches into Lightning's accumulation.
+        assert isinstance(self.config, dict)
+        self.config["gradient_clipping"] = float(self.module.trainer.gradient_clip_val or 0.0)
+
+    @override
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        optimizer, scheduler = self._init_optimizers()
+        self.model = engine = self._make_engine(optimizer)
+        self.optimizers = [engine.optimizer]
+        # Lightning steps the schedule, once per batch; the optimizers of ZeRO share the groups of the one within them.
+        self.lr_scheduler_configs = [] if scheduler is None else [scheduler]
+
+    @override
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        self.model = self._make_engine(None)
+
+    def _make_engine(self, optimizer: torch.optim.Optimizer | None) -> EarlyExitPipelineEngine:
+        if self._engine is not None:  # of an earlier fit or validate of this trainer
+            self._engine.release()
+        config = dict(cast("dict[str, Any]", self.config))
+        if optimizer is None:
+            config.pop("zero_optimization")
+        self._engine = engine = make_engine(cast("StageModule", self.module.stages), config, optimizer)
+        engine.objective = self.module.objective
+        engine.autocast_dtype = PRECISIONS[str(self.precision_plugin.precision)]
+        return engine
+
+    # ---- steps
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """There is none: a batch is a step."""
+        return False
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # pyright: ignore
+        """Forward, backward and optimizer step."""
+        module, engine = self.module, self.engine
+        if batch_idx == 0 and len(batch[0]) < self.micro_batches:
+            raise OfframpError(
+                f"a batch of {len(batch[0])} rows cannot be cut into {self.micro_batches} micro-batches; enlarge the batch "
+                "or lower micro_batches."
+            )
+        micro = module.prepare(batch, training=True)
+        counts = module.objective.counts(micro)
+        if self.data_parallel_size > 1:
+            dist.all_reduce(counts, group=engine.grid.get_data_parallel_group())
+        sums = engine.train_batch(micro.split(self.micro_batches), counts)
+        positions = micro.tokens.input_ids.numel() if engine.is_first_stage() else 0
+        module.log_training(sums, positions, engine.grad_norm)
+        return torch.zeros((), device=self.root_device)
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Done in `training_step`."""
+        return closure_loss
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        """Done in `training_step`, which the closure calls."""
+        return closure()
+
+    @override
+    def validation_step(self, batch: Any, *args: Any) -> None:
+        """Forward of a batch of any shape."""
+        micro = self.module.prepare(batch, training=False)
+        self.module.add_evaluated(self.engine.eval_batch(micro.split(self.micro_batches)))
+
+    @override
+    def test_step(self, batch: Any, *args: Any) -> None:
+        """As `validation_step`."""
+        self.validation_step(batch)
+
+    # ---- checkpoints
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a directory: stages as safetensors, optimizer and loops as DeepSpeed does, and the record last."""
+        path = Path(self.broadcast(os.fspath(filepath)))
+        record = checkpoint[RECORD]
+        super().save_checkpoint(checkpoint, path, storage_options)
+        if self.is_global_zero:
+            record = {**record, "processes": self._layout(), "lightning": checkpoint["pytorch-lightning_version"]}
+            scratch = path / f".{RECORD_FILE}"
+            scratch.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            scratch.replace(path / RECORD_FILE)
+        self.barrier()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Resume, or load weights to evaluate them.
+
+        Raises:
+            OfframpError: this is no checkpoint of this strategy, or it is to be resumed on another layout of processes.
+        """
+        path = Path(checkpoint_path)
+        if not (path / RECORD_FILE).is_file():
+            raise OfframpError(
+                f"{path} is not a checkpoint of {NAME}; turn it into a checkpoint directory with 'offramp export' and start "
+                "from that."
+            )
+        record = read_json(path / RECORD_FILE)
+        if self.module.trainer.state.fn != TrainerFn.FITTING:
+            self.engine.module.load_state_dir(str(path / STAGES), None)
+            return {"pytorch-lightning_version": record["lightning"], "state_dict": {}, "global_step": 0, "epoch": 0}
+        if record["processes"] != self._layout():
+            raise OfframpError(
+                f"{path} was written by {record['processes']}, this run has {self._layout()}; resume on the same layout, or "
+                "start a new run from its weights ('offramp export')."
+            )
+        return super().load_checkpoint(path, weights_only)
+
+    def _layout(self) -> dict[str, Any]:
+        bounds = list(self.engine.module.stage.plan.bounds)
+        return {"stage_bounds": bounds, "data_parallel": self.data_parallel_size, "zero_stage": self.zero_stage}

@@ -1,0 +1,148 @@
+"""Short runs of the trainer on tiny models, in this process or in several."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import Logger
+
+from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+from offramp.train.module import MultiExitModule
+from offramp.train.optim import OptimizerConfig
+
+ROWS, VOCAB = 24, 300
+
+
+class Steps:
+    """A resumable, rank-aware loader: step s takes the next rows of `rows`, rank r its part of them."""
+
+    def __init__(self, rows: list[tuple[int, int]], batch_size: int, replicas: int, rank: int, time: int) -> None:
+        self.rows, self.batch_size, self.replicas, self.rank, self.time = rows, batch_size, replicas, rank, time
+        self.done = self.start = 0
+
+    def __len__(self) -> int:
+        return -(-len(self.rows) // (self.batch_size * self.replicas))
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        start, self.start = self.start, 0
+        self.done = start
+        size = self.batch_size * self.replicas
+        for step in range(start, len(self)):
+            rows = self.rows[step * size : (step + 1) * size]
+            rows += [(-1, 0)] * (size - len(rows))
+            self.done += 1
+            yield make_batch(rows[self.rank * self.batch_size : (self.rank + 1) * self.batch_size], self.time)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["done"] % len(self)
+
+
+def make_batch(rows: list[tuple[int, int]], time: int) -> TokenBatch:
+    """Rows of counting numbers (first token, prompt length); first token -1 is an empty row."""
+    first = torch.tensor([[token] for token, _ in rows])
+    tokens = (first + torch.arange(time + 1)) % 50 + 10
+    labels = tokens[:, 1:].clone()
+    labels[torch.arange(time) < torch.tensor([[prompt] for _, prompt in rows])] = IGNORED_LABEL
+    labels[first[:, 0] < 0] = IGNORED_LABEL
+    return TokenBatch(tokens[:, :-1].contiguous(), labels, torch.zeros(len(rows), time, dtype=torch.long))
+
+
+class Numbers(pl.LightningDataModule):
+    """24 rows to train on, 7 of another length to validate on."""
+
+    def __init__(self, global_batch: int = 4) -> None:
+        super().__init__()
+        self.global_batch = global_batch
+
+    def _steps(self, rows: list[tuple[int, int]], time: int) -> Steps:
+        assert self.trainer is not None
+        kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        return Steps(rows, self.global_batch // kwargs["num_replicas"], kwargs["num_replicas"], kwargs["rank"], time)
+
+    def train_dataloader(self) -> Any:
+        return self._steps([(7 * row, row % 5) for row in range(ROWS)], 9)
+
+    def val_dataloader(self) -> Any:
+        return self._steps([(3 * row + 1, row % 3) for row in range(7)], 6)
+
+
+class Memory(Logger):
+    """Keeps every logged metric: (step, name) -> value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: dict[tuple[int, str], float] = {}
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.metrics.update({(step or 0, name): float(value) for name, value in metrics.items()})
+
+
+def fit(
+    checkpoint: str,
+    out: str,
+    strategy: Any = "auto",
+    *,
+    devices: int = 1,
+    max_steps: int = 6,
+    resume: str | None = None,
+    module: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Fit, save to `out`, validate, and say what was logged by this process.
+
+    Args:
+        checkpoint: directory to start from.
+        out: training checkpoint to write.
+        strategy: of the trainer; a dictionary makes a `DeepSpeedPipelineStrategy`.
+        devices: processes.
+        max_steps: to run to.
+        resume: training checkpoint to resume.
+        module: arguments of `MultiExitModule`.
+        trainer: arguments of the trainer.
+    """
+    warnings.filterwarnings("ignore")
+    if isinstance(strategy, dict):
+        from offramp.train.pipeline.strategy import DeepSpeedPipelineStrategy
+
+        strategy = DeepSpeedPipelineStrategy(**strategy)
+    memory = Memory()
+    runner = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_steps=max_steps,
+        logger=memory,
+        log_every_n_steps=1,
+        num_sanity_val_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(Path(out).parent),
+        **{"gradient_clip_val": 1.0, "val_check_interval": 3, **(trainer or {})},
+    )
+    settings = {"optimizer": OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1), **(module or {})}
+    model = MultiExitModule(checkpoint, **settings)
+    runner.fit(model, datamodule=Numbers(), ckpt_path=resume)
+    runner.save_checkpoint(out)
+    logged = {name: float(value) for name, value in runner.callback_metrics.items()}
+    (again,) = runner.validate(model, datamodule=Numbers(), verbose=False)
+    return {"metrics": dict(memory.metrics), "logged": logged, "validated": again, "steps": runner.global_step}
