@@ -38,13 +38,11 @@ class Departure:
         items: indices into the scheduled requests, one for each row.
         exit_layer: where.
         logits: [len(items), V] fp32, raw.
-        finite: for each row, whether its state is finite; the logits of others mean nothing.
     """
 
     items: list[int]
     exit_layer: int
     logits: Tensor
-    finite: list[bool]
 
 
 @dataclass
@@ -209,5 +207,4 @@ class Executor:
     def _depart(self, state: _Pass, layer: int, items: list[int], head_state: Tensor, logits: Tensor | None) -> None:
         if logits is None:
             logits = self._model.exits[layer].unembed(head_state).float()
-        finite = head_state.float().sum(dim=-1).isfinite().tolist()
-        state.departures.append(Departure(items, layer, logits, finite))
+        state.departures.append(Departure(items, layer, logits))

@@ -79,7 +79,7 @@ class Scheduler:
             OfframpError: if the request can never run, or if its id is in use.
         """
         assert request.status is RequestStatus.WAITING, request.status
-        self._check_can_fit(request)
+        self.check(request)
         if request.request_id in self._waiting or request.request_id in self._running:
             raise OfframpError(f"request id {request.request_id!r} is in use by an unfinished request; give another.")
         if len(self._waiting) >= self._config.max_waiting:
@@ -88,6 +88,24 @@ class Scheduler:
                 "later."
             )
         self._waiting[request.request_id] = request
+
+    def check(self, request: Request) -> None:
+        """Raise `OfframpError` if a request can never run, however long it waits."""
+        sizes = (
+            f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.sampling.max_tokens} make "
+            f"{request.max_total_tokens} tokens"
+        )
+        if request.max_total_tokens > self._max_model_len:
+            raise OfframpError(
+                f"{sizes}, more than the {self._max_model_len} that the model takes; shorten the prompt or lower "
+                "max_tokens."
+            )
+        capacity = self._pool.num_blocks * self._config.block_size
+        if request.max_total_tokens > capacity:
+            raise OfframpError(
+                f"{sizes}, more than the {capacity} that the KV cache holds; shorten the prompt, lower max_tokens or "
+                "enlarge the cache."
+            )
 
     def cancel(self, request_id: str) -> Request | None:
         """End a request whose answer nobody wants; its blocks are free at once.
@@ -166,23 +184,6 @@ class Scheduler:
                 self._end(request.request_id, status)
             advanced.append(request)
         return advanced
-
-    def _check_can_fit(self, request: Request) -> None:
-        sizes = (
-            f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.sampling.max_tokens} make "
-            f"{request.max_total_tokens} tokens"
-        )
-        if request.max_total_tokens > self._max_model_len:
-            raise OfframpError(
-                f"{sizes}, more than the {self._max_model_len} that the model takes; shorten the prompt or lower "
-                "max_tokens."
-            )
-        capacity = self._pool.num_blocks * self._config.block_size
-        if request.max_total_tokens > capacity:
-            raise OfframpError(
-                f"{sizes}, more than the {capacity} that the KV cache holds; shorten the prompt, lower max_tokens or "
-                "enlarge the cache."
-            )
 
     def _next_prompt(self, prompts: list[Request]) -> Request | None:
         """The next request to prefill: one that runs already, else the head of the queue if it can be admitted."""
