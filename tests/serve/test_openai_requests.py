@@ -56,8 +56,8 @@ def test_unknown_fields_are_refused_as_openai_does() -> None:
     error = refused(CompletionBody, PROMPT | {"x": 1, "y": 2})
     assert error.message == "Unrecognized request arguments supplied: x, y"
     assert error.param == "x"
-    error = refused(CompletionBody, PROMPT | {"offramp": {"treshold": 0.5}})
-    assert error.message == "Unrecognized request argument supplied: offramp.treshold"
+    error = refused(CompletionBody, PROMPT | {"offramp": {"treshold": 0.5}})  # codespell:ignore
+    assert error.message == "Unrecognized request argument supplied: offramp.treshold"  # codespell:ignore
     error = refused(ChatBody, {"model": "m", "messages": [{"role": "user", "content": "a", "x": 1}]})
     assert error.message == "Unrecognized request argument supplied: messages[0].x"
 
