@@ -29,7 +29,11 @@ HANDLER = "handler.py"
 
 _HANDLER_SOURCE = '''"""TorchServe loads the one class that this module defines."""
 
-from offramp.serve.torchserve.handler import OfframpHandler
+try:
+    from offramp.serve.torchserve.handler import OfframpHandler
+except ImportError as error:
+    # TorchServe takes an ImportError for a wish to have one of its own handlers, and would only say that it has none.
+    raise RuntimeError(f"the handler cannot be imported: {error}") from error
 
 
 class Handler(OfframpHandler):

@@ -67,7 +67,9 @@ class OfframpHandler:
         config = EngineConfig(**sections.get("engine", {}))
         settings = HandlerSettings(**sections.get("handler", {}))
         model = context.manifest["model"]
-        engine = Engine.from_checkpoint(Path(context.system_properties["model_dir"]) / archive.CHECKPOINT, config)
+        # resolve: TorchServe gives a link of its own making, which would mean nothing in a message.
+        folder = Path(context.system_properties["model_dir"]).resolve()
+        engine = Engine.from_checkpoint(folder / archive.CHECKPOINT, config)
         card = ModelCard.of(
             engine.checkpoint,
             name=context.model_name,

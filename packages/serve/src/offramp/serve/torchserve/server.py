@@ -51,6 +51,8 @@ _LOG_CONFIG = """<?xml version="1.0" encoding="UTF-8"?>
 """
 # A worker of TorchServe is no rank of anything, and TorchServe itself reads some of these.
 _FOREIGN_VARIABLES = re.compile(r"TS_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+_LOAD_FAILED = "Load model failed"  # Java's, whatever the worker died of
+_WORKER_GAVE_UP = "500 - Unknown exception"  # the worker's own, after it has said what it was
 _ERROR_LINE = re.compile(r"MODEL_LOG - (?P<error>[\w.]*(?:Error|Exception|Interrupt)\b.*)")
 
 
@@ -229,18 +231,17 @@ class TorchServe:
             raise OfframpError(f"the model could not be loaded: {failure}")
         if not self.is_running():
             raise OfframpError(f"TorchServe ended while it started: {self._last_error()}; its log is {self.log}.")
-        log = self.log.read_text(errors="replace")
-        if "Backend worker process died" in log or "Worker disconnected" in log:
+        if _LOAD_FAILED in self.log.read_text(errors="replace"):
             raise OfframpError(
                 f"TorchServe's worker died while it loaded the model: {self._last_error()}; its log is {self.log}."
             )
 
     def _last_error(self) -> str:
-        """The last line of the log that names an error, or the last line."""
+        """The last line of the log that names an error of the worker's."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         errors = [match["error"] for line in lines if (match := _ERROR_LINE.search(line))]
-        said = [line for line in lines if line.strip()]
-        return errors[-1] if errors else said[-1] if said else "it said nothing, as when memory runs out"
+        errors = [error for error in errors if _WORKER_GAVE_UP not in error]
+        return errors[-1] if errors else "it said nothing, as when memory runs out"
 
     def _properties(self) -> str:
         """`config.properties`; paths are relative to the run folder, so that none needs escaping."""
