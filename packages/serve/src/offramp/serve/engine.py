@@ -99,7 +99,7 @@ class Engine:
         limit = model.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > limit:
             raise OfframpError(
-                f"max_model_len {config.max_model_len} is more than the {limit} tokens the model was made for; lower it."
+                f"max_model_len {config.max_model_len} is more than the {limit} tokens the model takes; lower it."
             )
         self.max_model_len = config.max_model_len or limit
         with torch.no_grad():
