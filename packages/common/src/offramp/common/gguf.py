@@ -112,11 +112,12 @@ def read_gguf(file: Path) -> GGUFModel:
     for name, tensor in tqdm(
         tensors.items(), desc=f"reading {file.name}", unit="tensor", disable=not sys.stderr.isatty()
     ):
+        hf_name = _hf_name(name, file)
         weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
         if ".attn_q." in name or ".attn_k." in name:
             heads = hf_config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
             weight = _unpermute(weight, heads)
-        weights[_hf_name(name, file)] = weight
+        weights[hf_name] = weight
     with torch.device("meta"):
         model = MultiExitTransformer(ModelConfig.from_hf(hf_config), ExitConfig())
     try:
