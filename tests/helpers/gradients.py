@@ -79,7 +79,7 @@ def oracle(case: Case, replicas: int) -> tuple[dict[str, Tensor], dict[str, floa
         if depths is not None:
             mask = mask & (depths >= layer)
         loss = F.cross_entropy(logits[layer][mask], labels[mask])
-        losses[f"loss_exit_{layer:02d}"] = float(loss)
+        losses[f"loss_exit_{layer:02d}"] = float(loss.detach())
         if case.distill and layer != LAYERS:
             teacher = logits[LAYERS].detach()[final_mask].log_softmax(-1)
             student = logits[layer][final_mask].log_softmax(-1)
@@ -87,14 +87,18 @@ def oracle(case: Case, replicas: int) -> tuple[dict[str, Tensor], dict[str, floa
             loss = (1 - case.distill) * loss + case.distill * divergence
         total = total + weight * loss
     total.backward()
-    losses["loss"] = float(total)
+    losses["loss"] = float(total.detach())
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses["norm"] = float(torch.stack([p.grad.norm() for p in trained.values() if p.grad is not None]).norm())
     return {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}, losses
 
 
-def pipeline(cases: list[Case], num_stages: int) -> list[dict[str, Any]]:
-    """In each process: this stage's gradients before the optimizer step, and what the engine reports."""
+def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
+    """In each process: this stage's gradients before the optimizer step, and what the engine reports.
+
+    Args:
+        cases: number of stages, and what to train on them.
+    """
     from offramp.train.pipeline.engine import EarlyExitPipelineEngine, StageModule, make_engine
 
     # isort: split
@@ -107,7 +111,7 @@ def pipeline(cases: list[Case], num_stages: int) -> list[dict[str, Any]]:
 
     deepspeed.init_distributed("gloo", verbose=False)
     answers = []
-    for case in cases:
+    for num_stages, case in cases:
         model = case.model()
         plan = plan_stages(model.config, model.exit_config, num_stages, case.bounds)
         module = StageModule(model, plan)

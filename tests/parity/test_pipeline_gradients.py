@@ -1,0 +1,97 @@
+"""Pipeline stages give the gradients, losses and norms of one process, whatever is cut, tied, frozen or uneven."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers.gradients import Case, oracle, pipeline
+from helpers.processes import run_processes
+
+TWO_STAGES = {
+    "tied": Case(),
+    "untied embeddings": Case(tied_embeddings=False),
+    "untied exits": Case(tied_exits=False),
+    "nothing tied": Case(tied_exits=False, tied_embeddings=False),
+    "exits on the first stage only": Case(exits=(1, 2), bounds=(3,)),
+    "exits on the last stage only": Case(exits=(2, 3), bounds=(1,)),
+    "an exit at the boundary": Case(exits=(2,), bounds=(2,)),
+    "exits after every layer, shared final norm": Case(exits=(1, 2, 3), head="final"),
+    "shared final norm, untied embeddings": Case(exits=(1, 3), head="final", tied_embeddings=False),
+    "exit blocks": Case(head="block"),
+    "adapters": Case(head="adapter"),
+    "no early exit": Case(exits=()),
+    "fill-aware": Case(fill_aware={1: 0.3, 2: 0.3}),
+    "fill-aware, exits MLPs, untied embeddings": Case(fill_aware={2: 0.5}, head="mlp", tied_embeddings=False),
+    "one micro-batch": Case(micro_batches=1),
+    "a micro-batch for each row": Case(micro_batches=7),
+    "ZeRO-1": Case(zero_stage=1),
+    "clipping": Case(clip=0.5),
+    "clipping, nothing tied": Case(clip=0.5, tied_exits=False, tied_embeddings=False),
+    "frozen backbone": Case(head="adapter", frozen=("embed_tokens", "layers", "norm")),
+    "frozen backbone, exits on the last stage": Case(
+        exits=(3,), bounds=(2,), head="adapter", frozen=("embed_tokens", "layers", "norm")
+    ),
+    "frozen first stage, ZeRO-1": Case(
+        exits=(3,), bounds=(2,), tied_embeddings=False, frozen=("embed_tokens", "layers.0", "layers.1"), zero_stage=1
+    ),
+    "frozen last layers": Case(frozen=("layers.2", "layers.3", "norm")),
+    "distillation on the last stage": Case(exits=(2, 3), bounds=(2,), distill=0.4),
+    "distillation, fill-aware": Case(exits=(2, 3), bounds=(1,), distill=0.4, fill_aware={2: 0.3, 3: 0.2}),
+    "qwen3": Case(overrides={"model_type": "qwen3", "head_dim": 16}),
+}
+FOUR_PROCESSES = {
+    "two stages, two replicas": (2, Case(fill_aware={1: 0.3, 2: 0.3})),
+    "two stages, two replicas, ZeRO-1": (2, Case(zero_stage=1, tied_embeddings=False)),
+    "two stages, two replicas, clipping": (2, Case(clip=0.5)),
+    "four stages": (4, Case(exits=(1, 3))),
+    "four stages, one without exits": (4, Case(exits=(1,), zero_stage=1, micro_batches=2)),
+    "four stages, clipping, shared norm": (4, Case(exits=(1, 3), head="final", clip=0.5)),
+}
+
+
+@pytest.fixture(scope="module")
+def two_stages() -> dict[str, list[dict[str, Any]]]:
+    answers = run_processes(pipeline, 2, [(2, case) for case in TWO_STAGES.values()], timeout_s=300)
+    return {name: [answer[index] for answer in answers] for index, name in enumerate(TWO_STAGES)}
+
+
+def check(case: Case, answers: list[dict[str, Any]], replicas: int) -> None:
+    gradients, report = oracle(case, replicas)
+    seen: set[str] = set()
+    scale = min(1.0, case.clip / (report["norm"] + 1e-6)) if case.clip else 1.0
+    for answer in answers:
+        for name, gradient in answer["gradients"].items():
+            seen.add(name)
+            expected = gradients[name] * (1.0 if case.zero_stage else scale)
+            error = float((gradient - expected).norm() / expected.norm().clamp(min=1e-3 * report["norm"]))
+            assert error < 1e-6, f"{name}: {error}"
+        assert answer["norm"] == pytest.approx(report["norm"], rel=1e-6)
+        assert answer["finite"]
+        for kind in ("train", "eval"):
+            for name, value in answer[kind].items():
+                if name.startswith("loss"):
+                    assert value == pytest.approx(report[name], rel=1e-5), f"{kind} {name}"
+    assert seen == set(gradients), "a trained parameter lies on no stage"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO_STAGES)
+def test_two_stages_equal_one_process(name: str, two_stages: dict[str, list[dict[str, Any]]]) -> None:
+    check(TWO_STAGES[name], two_stages[name], replicas=1)
+
+
+@pytest.mark.slow
+def test_a_stage_without_anything_to_train_still_takes_part(two_stages: dict[str, list[dict[str, Any]]]) -> None:
+    first, last = two_stages["frozen backbone, exits on the last stage"]
+    assert first["idle"]
+    assert not last["idle"]
+    assert not first["gradients"]
+
+
+@pytest.mark.slow
+def test_four_processes_equal_one() -> None:
+    answers = run_processes(pipeline, 4, list(FOUR_PROCESSES.values()), timeout_s=300)
+    for index, (num_stages, case) in enumerate(FOUR_PROCESSES.values()):
+        check(case, [answer[index] for answer in answers], replicas=4 // num_stages)

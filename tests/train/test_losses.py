@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from helpers.tiny import tiny_model
+from offramp.common.errors import OfframpError
+from offramp.common.exits.config import ExitConfig
+from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader, exit_term
+
+CPU = torch.device("cpu")
+
+
+def batch_of(labels: list[list[int]], depths: list[list[int]] | None = None) -> MicroBatch:
+    target = torch.tensor(labels)
+    tokens = TokenBatch(torch.ones_like(target), target, torch.zeros_like(target))
+    return MicroBatch(tokens, None if depths is None else torch.tensor(depths))
+
+
+def test_sums_of_two_tokens_by_hand() -> None:
+    # Probabilities 1/4, 3/4 and 1/2, 1/2.
+    logits = torch.tensor([[0.0, math.log(3.0)], [0.0, 0.0]])
+    term = exit_term(logits, torch.tensor([1, 1]))
+    assert float(term.cross_entropy) == pytest.approx(math.log(4 / 3) + math.log(2))
+    assert int(term.correct) == 1  # a tie goes to the first token
+    assert float(term.divergence) == 0.0
+
+
+def test_divergence_by_hand() -> None:
+    teacher, student = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([[0.0, 0.0]])
+    term = exit_term(student, torch.tensor([0]), teacher)
+    assert float(term.divergence) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+
+
+def test_objective_by_hand() -> None:
+    objective = Objective({1: 0.5, 2: 2.0}, distill=0.25)
+    sums = ExitSums(objective.layers, CPU)
+    # Exit 1: cross-entropy 6 over 3 tokens, divergence 1 over the 2 tokens of the final exit; final: 5 over 2 tokens.
+    sums.add(1, type_of(6.0, 1.0, 1), torch.tensor(3))
+    sums.add(2, type_of(5.0, 0.0, 2), torch.tensor(2))
+    report = sums.report(objective)
+    assert report["loss"] == pytest.approx(0.5 * (0.75 * 2.0 + 0.25 * 0.5) + 2.0 * 2.5)
+    assert report["loss_exit_01"] == pytest.approx(2.0)
+    assert report["accuracy_exit_01"] == pytest.approx(1 / 3)
+    assert report["accuracy_exit_02"] == pytest.approx(1.0)
+
+
+def type_of(cross_entropy: float, divergence: float, correct: int):  # noqa: ANN201 - a test's shorthand
+    from offramp.train.losses import ExitTerm
+
+    return ExitTerm(torch.tensor(cross_entropy), torch.tensor(divergence), torch.tensor(correct))
+
+
+def test_frozen_tokens_train_only_the_exits_they_reach() -> None:
+    ignored = IGNORED_LABEL
+    batch = batch_of([[ignored, 5, 6, 7]], [[4, 1, 2, 4]])
+    assert batch.trained(1).tolist() == [[False, True, True, True]]
+    assert batch.trained(2).tolist() == [[False, False, True, True]]
+    assert batch.trained(4).tolist() == [[False, False, False, True]]
+    assert Objective({1: 1.0, 2: 1.0, 4: 1.0}).counts(batch).tolist() == [3, 2, 1]
+
+
+@pytest.mark.parametrize("head", ["norm", "final", "block", "mlp"])
+def test_logits_of_selected_tokens_are_those_of_the_model(head: str) -> None:
+    model = tiny_model(ExitConfig((1, 3), head=head))  # pyright: ignore[reportArgumentType]
+    ids = torch.arange(20).view(2, 10)
+    layout = model.layout(ids)
+    out = model(ids, layout)
+    mask = torch.rand(2, 10, generator=torch.Generator().manual_seed(0)) > 0.5
+    for layer, h in out.hidden_states.items():
+        torch.testing.assert_close(exit_reader(model, layer)(h, mask, layout), out.logits[layer][mask])
+
+
+def test_a_batch_without_targets_has_a_finite_loss_and_zero_gradients() -> None:
+    model = tiny_model(ExitConfig((2,)))
+    batch = batch_of([[IGNORED_LABEL] * 4])
+    objective = Objective({2: 1.0, 4: 1.0})
+    layout = model.layout(batch.tokens.input_ids)
+    states = model(batch.tokens.input_ids, layout).hidden_states
+    readers = {layer: exit_reader(model, layer) for layer in states}
+    sums = ExitSums(objective.layers, CPU)
+    total = sum(exit_losses(objective, readers, states, batch, layout, objective.counts(batch), sums))
+    assert isinstance(total, torch.Tensor)
+    total.backward()
+    assert float(total.detach()) == 0.0
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    assert all(math.isfinite(value) for value in sums.report(objective).values())
+
+
+@pytest.mark.parametrize(("rows", "parts", "sizes"), [(7, 3, [2, 2, 3]), (4, 4, [1] * 4), (2, 4, [1, 1]), (8, 1, [8])])
+def test_split_keeps_every_row_once(rows: int, parts: int, sizes: list[int]) -> None:
+    labels = [[row] * 3 for row in range(rows)]
+    pieces = batch_of(labels, labels).split(parts)
+    assert [piece.tokens.num_rows for piece in pieces] == sizes
+    assert torch.cat([piece.tokens.labels for piece in pieces]).tolist() == labels
+    assert torch.cat([piece.exit_depths for piece in pieces if piece.exit_depths is not None]).tolist() == labels
+
+
+def test_impossible_weights_are_refused() -> None:
+    with pytest.raises(OfframpError, match="distill is 1.5"):
+        Objective({4: 1.0}, distill=1.5)
+    with pytest.raises(OfframpError, match="must not be negative"):
+        Objective({2: -1.0, 4: 1.0})

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.tiny import tiny_model
+from offramp.common.errors import OfframpError
+from offramp.common.exits.config import ExitConfig
+from offramp.train.pipeline.stages import Stage, layer_costs, plan_stages
+
+
+@pytest.mark.parametrize("tied_embeddings", [True, False])
+@pytest.mark.parametrize("exits", [ExitConfig((1, 2)), ExitConfig((2,), head="final"), ExitConfig((1, 3), tied=False)])
+def test_stages_in_a_row_are_the_model(exits: ExitConfig, tied_embeddings: bool) -> None:
+    model = tiny_model(exits, tie_word_embeddings=tied_embeddings)
+    ids = torch.arange(12).view(1, 12)
+    layout = model.layout(ids)
+    expected = model(ids, layout)
+    plan = plan_stages(model.config, exits, 3)
+    x, names = ids, set()
+    for index in range(3):
+        stage = Stage(model, plan, index)
+        x, states = stage(x, layout)
+        names |= set(stage.state_dict())
+        assert tuple(states) == plan.exits_of(index)
+        for layer, h in states.items():
+            assert torch.equal(h, expected.hidden_states[layer])
+            everything = torch.ones(1, 12, dtype=torch.bool)
+            assert torch.equal(stage.reader(layer)(h, everything, layout), expected.logits[layer][0])
+    assert names == set(model.state_dict()), "stages name parameters as the model does, and leave none out"
+
+
+def test_shared_parameters_are_those_that_several_stages_hold() -> None:
+    model = tiny_model(ExitConfig((1, 2), head="final"), tie_word_embeddings=True)
+    plan = plan_stages(model.config, model.exit_config, 2, [2])
+    assert plan.shared == {"embed_tokens.weight": (0, 1), "norm.weight": (0, 1)}
+    untied = tiny_model(ExitConfig((1, 2), tied=False), tie_word_embeddings=False)
+    assert plan_stages(untied.config, untied.exit_config, 2, [2]).shared == {}
+    held = [set(Stage(model, plan, index).state_dict()) for index in range(2)]
+    assert held[0] & held[1] == set(plan.shared)
+
+
+def test_an_exit_between_stages_belongs_to_the_later_one() -> None:
+    model = tiny_model(ExitConfig((2,)))
+    plan = plan_stages(model.config, model.exit_config, 2, [2])
+    assert (plan.exits_of(0), plan.exits_of(1)) == ((), (2, 4))
+
+
+def test_balance_counts_heads_and_vocabulary() -> None:
+    # A vocabulary that costs as much as four blocks, read by the last stage.
+    model = tiny_model(num_hidden_layers=8, vocab_size=1088)
+    costs = layer_costs(model.config, model.exit_config)
+    assert costs.exits[8] == pytest.approx(1088 * 32)
+    assert plan_stages(model.config, model.exit_config, 2).bounds == (0, 6, 8)
+    assert plan_stages(model.config, model.exit_config, 2, labelled_share=0.0).bounds == (0, 4, 8)
+    assert plan_stages(model.config, model.exit_config, 1).bounds == (0, 8)
+    assert "stage 1: layers 7-8, exits 8" in plan_stages(model.config, model.exit_config, 2).describe()
+
+
+@pytest.mark.parametrize("bounds", [[0], [4], [1, 2], [3, 2]])
+def test_bounds_that_leave_a_stage_empty_are_refused(bounds: list[int]) -> None:
+    model = tiny_model()
+    with pytest.raises(OfframpError, match="stage_bounds"):
+        plan_stages(model.config, model.exit_config, 2, bounds)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    model = tiny_model()
+    with pytest.raises(OfframpError, match="4 layers cannot be divided into 5 stages"):
+        plan_stages(model.config, model.exit_config, 5)
