@@ -75,4 +75,4 @@ def test_any_cut_ends_the_text_at_the_same_place(text: str, stops: list[str], da
 def test_stop_strings_never_leak_from_tokens(ids: list[int], stops: list[str]) -> None:
     stream = TextStream(BYTE_LEVEL, stops)
     out = "".join(stream.push(token) for token in ids) + stream.flush()
-    assert (out, stream.stopped) == ended(BYTE_LEVEL.decode(ids, skip_special_tokens=True), stops)
+    assert (out, stream.stopped) == ended(str(BYTE_LEVEL.decode(ids, skip_special_tokens=True)), stops)

@@ -84,12 +84,14 @@ def test_draws_follow_the_distribution() -> None:
     assert ((counts - n * p).abs() <= 5 * (n * p * (1 - p)).sqrt()).all()
 
 
-def test_the_last_number_of_the_generator_still_draws_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scale", [1.0, 0.7, 1 / 3, 1e-30, 1 + 2**-23])
+def test_the_ends_of_the_generators_range_draw_what_can_be_drawn(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
     generator = make_generator(SamplingParams(seed=0))
     assert generator is not None
+    p = scale * torch.tensor([0.0, 0.5, 0.5, 0.0])
     for u, expected in ((1 - 2**-53, 2), (0.0, 1)):
         monkeypatch.setattr(torch, "rand", lambda *_, u=u, **__: torch.tensor(u, dtype=torch.float64))
-        assert int(draw(torch.tensor([0.0, 0.7, 0.7, 0.0], dtype=torch.float64), generator)) == expected
+        assert int(draw(p, generator)) == expected
 
 
 def test_top_k_keeps_k_even_among_ties() -> None:

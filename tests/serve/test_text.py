@@ -90,6 +90,23 @@ def test_special_tokens_are_not_shown_and_remove_nothing() -> None:
         assert not text.stopped
 
 
+def test_many_special_tokens_before_the_first_word_do_not_change_its_spaces() -> None:
+    tokenizer = byte_fallback()
+    for pieces in (["</s>"] * 20, ["▁", *["</s>"] * 20], ["</s>"] * 20 + ["▁"]):
+        ids = ids_of(tokenizer, *pieces, "▁the", "▁a")
+        text = TextStream(tokenizer)
+        assert "".join(text.push(token) for token in ids) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_the_end_keeps_what_both_sides_held_in_order_and_still_looks_for_stop_strings() -> None:
+    tokenizer = byte_level()
+    for stop, whole in (("ab", "xa\N{REPLACEMENT CHARACTER}"), ("a\N{REPLACEMENT CHARACTER}", "x")):
+        text = TextStream(tokenizer, (stop,))
+        assert [text.push(token) for token in ids_of(tokenizer, "x", "a", "ð")] == ["x", "", ""]
+        assert "x" + text.flush() == whole
+        assert text.stopped == (whole == "x")
+
+
 def test_a_newline_in_bytes_is_not_held_back() -> None:
     tokenizer = byte_fallback()
     ids = ids_of(tokenizer, "▁a", "<0x0A>")

@@ -103,9 +103,8 @@ def distribution(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor
 def draw(p: Tensor, generator: torch.Generator) -> Tensor:
     """An index into probabilities [C] that need not sum to 1, by the inverse of their running sum."""
     running = p.cumsum(dim=-1, dtype=torch.float64)
+    # Below the whole sum: a float64 in [0, 1) is at most 1 - 2**-53, and that much less is never rounded away.
     point = torch.rand((), dtype=torch.float64, device=p.device, generator=generator) * running[-1]
-    # The product may round up to the sum itself, which would lie behind every index.
-    point = torch.minimum(point, torch.nextafter(running[-1], torch.zeros_like(point)))
     # The first index whose running sum exceeds the point: never one of probability 0.
     return torch.searchsorted(running, point, right=True)
 
