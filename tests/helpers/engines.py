@@ -1,0 +1,66 @@
+"""Engines over tiny models, whose caches start as NaN: attending to a slot that was never written fails the request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offramp.common.checkpoint import Checkpoint
+from offramp.common.exits.policy import ExitPolicy
+from offramp.common.model.transformer import MultiExitTransformer
+from offramp.serve.config import EngineConfig
+from offramp.serve.engine import Engine
+from offramp.serve.request import ExitOptions, Request, RequestOutput, SamplingParams
+
+MAX_MODEL_LEN = 128
+
+
+def make_engine(model: MultiExitTransformer, policy: ExitPolicy | None = None, **config: Any) -> Engine:
+    settings = {"block_size": 4, "num_blocks": 256, "max_model_len": MAX_MODEL_LEN, **config}
+    return Engine(Checkpoint(model, {}, policy), EngineConfig(**settings), poison_cache=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt, how many tokens to generate greedily, and the exits to take; no policy runs every layer."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    policy: ExitPolicy | None = None
+
+    def request(self, request_id: str) -> Request:
+        exits = ExitOptions("full") if self.policy is None else ExitOptions(policy=self.policy)
+        return Request(request_id, self.prompt, SamplingParams(max_tokens=self.max_tokens, temperature=0), exits)
+
+
+def random_jobs(policies: Sequence[ExitPolicy | None], seed: int = 0) -> list[Job]:
+    """One job for each policy, with prompts of 1 to 30 tokens and 6 to 20 tokens to generate."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, count: int) -> list[int]:
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    return [Job(tuple(draw(5, 300, draw(1, 31, 1)[0])), draw(6, 21, 1)[0], policy) for policy in policies]
+
+
+def drain(engine: Engine) -> list[RequestOutput]:
+    """Step until nothing is unfinished."""
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    return outputs
+
+
+def run_jobs(engine: Engine, jobs: Sequence[Job], every: int = 1) -> list[tuple[list[int], list[int]]]:
+    """Tokens and exit layers of each job; a new job arrives every `every` iterations, so that they come and go."""
+    requests = [job.request(str(index)) for index, job in enumerate(jobs)]
+    for request in requests:
+        engine.add_request(request)
+        for _ in range(every):
+            engine.step()
+    drain(engine)
+    assert all(request.error is None for request in requests), [request.error for request in requests]
+    return [(request.output_token_ids, request.exit_layers) for request in requests]

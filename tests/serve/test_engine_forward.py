@@ -1,0 +1,151 @@
+"""The executor: what it runs, what it leaves out, and how near its numbers are to the model's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.engines import MAX_MODEL_LEN, Job, make_engine, random_jobs, run_jobs
+from helpers.tiny import tiny_model
+from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.policy import ExitPolicy
+from offramp.common.model.transformer import MultiExitTransformer
+from offramp.serve.executor import Executor
+from offramp.serve.kv_cache.storage import KVStorage
+from offramp.serve.model.packed import PackedModel
+from offramp.serve.model.rows import RowBuilder
+from offramp.serve.request import Request, SamplingParams
+from offramp.serve.scheduler_output import Phase, ScheduledRequest
+from offramp.serve.sync_policy import SYNC_POLICIES, leave_alone, leave_together
+
+EXITS = ExitConfig((1, 2, 3), "norm")
+AT_2 = ExitPolicy("cosine", {2: -2.0})
+
+
+@pytest.mark.parametrize("sync_policy", ["all", "regroup"])
+def test_layers_above_the_exit_are_not_called(sync_policy: str) -> None:
+    engine = make_engine(tiny_model(EXITS), sync_policy=sync_policy)
+    jobs = [Job((5, 6, 7), 11, AT_2), Job((8, 9), 11, AT_2)]
+    results = run_jobs(engine, jobs, every=0)
+    assert [layers for _, layers in results] == [[4] + [2] * 10] * 2
+    # One pass for the prompts, of 5 rows, at full depth; then ten of two rows that end at layer 2.
+    assert engine.stats.calls == [11, 11, 1, 1]
+    assert engine.stats.rows_run == [25, 25, 5, 5]
+    assert engine.stats.rows_filled == 20
+
+
+def test_rows_that_left_are_not_carried_through_the_layers_above() -> None:
+    engine = make_engine(tiny_model(EXITS))
+    run_jobs(engine, [Job((5, 6, 7), 11, AT_2), Job((8, 9), 11, None)], every=0)
+    assert engine.stats.calls == [11] * 4
+    assert engine.stats.rows_run == [25, 25, 15, 15]
+
+
+def test_one_row_at_full_depth_keeps_nobody_inside_under_all() -> None:
+    engine = make_engine(tiny_model(EXITS), sync_policy="all")
+    results = run_jobs(engine, [Job((5, 6, 7), 6, AT_2), Job((8, 9), 6, None)], every=0)
+    assert results[0][1] == [4] + [2] * 5
+    assert results[1][1] == [4] * 6
+
+
+@pytest.mark.parametrize("sync_policy", ["all", "regroup"])
+@pytest.mark.parametrize("measure", ["margin", "max_probability", "entropy", "cosine"])
+def test_thresholds_of_one_or_more_are_exactly_full_depth(measure: str, sync_policy: str) -> None:
+    model = tiny_model(EXITS, seed=1)
+    never = ExitPolicy(measure, {1: 1.0, 2: 1.5, 3: 2.0})  # pyright: ignore[reportArgumentType]
+    jobs = random_jobs([never] * 4)
+    full = run_jobs(make_engine(model), [Job(job.prompt, job.max_tokens) for job in jobs])
+    engine = make_engine(model, sync_policy=sync_policy)
+    assert run_jobs(engine, jobs) == full
+    assert engine.stats.rows_filled == 0
+    assert len(set(engine.stats.rows_run)) == 1
+
+
+def test_sync_rules() -> None:
+    def mask(text: str) -> torch.Tensor:
+        return torch.tensor([char == "x" for char in text])
+
+    assert torch.equal(leave_alone(mask("x.x."), mask("xxxx")), mask("x.x."))
+    assert torch.equal(leave_together(mask("x.x."), mask("xxxx")), mask("...."))
+    assert torch.equal(leave_together(mask("xxxx"), mask("xxxx")), mask("xxxx"))
+    assert torch.equal(leave_together(mask("x.x."), mask("x.x.")), mask("x.x."))
+    assert torch.equal(leave_together(mask("...."), mask("....")), mask("...."))
+
+
+def scheduled(prompt: list[int], start: int = 0, count: int | None = None, first_block: int = 0) -> ScheduledRequest:
+    request = Request("a", tuple(prompt), SamplingParams(max_tokens=8, temperature=0))
+    count = len(prompt) - start if count is None else count
+    table = tuple(range(first_block, first_block + 16))
+    return ScheduledRequest(request, Phase.PREFILL, start, count, table, samples=start + count == len(prompt))
+
+
+def prompt_logits(
+    model: MultiExitTransformer, prompt: list[int], chunks: list[int], dtype: torch.dtype, pack: bool = True
+) -> torch.Tensor:
+    """Logits [V] after a prompt that comes in chunks."""
+    with torch.no_grad():
+        packed = PackedModel(model, dtype, pack=pack)
+    config = model.config
+    cache = KVStorage(packed.num_cache_layers, 64, 4, config.num_kv_heads, config.head_dim, dtype, poison=True)
+    executor = Executor(packed, cache, MAX_MODEL_LEN, SYNC_POLICIES["regroup"])
+    start = 0
+    for count in chunks[:-1]:
+        assert executor.run([scheduled(prompt, start, count)], [None]) == []
+        start += count
+    (departure,) = executor.run([scheduled(prompt, start)], [None])
+    return departure.logits[0]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("chunks", [[23], [1, 22], [8, 8, 7], [22, 1]])
+@pytest.mark.parametrize("window", [None, 5])
+@torch.inference_mode()
+def test_chunks_give_the_models_logits(chunks: list[int], window: int | None, pack: bool) -> None:
+    kind = {} if window is None else {"model_type": "mistral", "sliding_window": window}
+    model = tiny_model(**kind)
+    prompt = list(range(10, 33))
+    expected = model(torch.tensor([prompt])).logits[4][0, -1]
+    torch.testing.assert_close(
+        prompt_logits(model, prompt, chunks, torch.float32, pack), expected, rtol=1e-5, atol=1e-4
+    )
+
+
+@torch.inference_mode()
+def test_bf16_is_as_near_to_fp32_as_the_models_own_bf16() -> None:
+    ours, theirs = [], []
+    for seed in range(6):
+        model = tiny_model(seed=seed)
+        prompt = list(range(10 + seed, 40 + seed))
+        exact = model(torch.tensor([prompt])).logits[4][0, -1]
+        ours.append((prompt_logits(model, prompt, [8, 22], torch.bfloat16) - exact).abs().mean())
+        half = tiny_model(seed=seed).to(torch.bfloat16)
+        theirs.append((half(torch.tensor([prompt])).logits[4][0, -1].float() - exact).abs().mean())
+    assert sum(theirs) > 0
+    assert sum(ours) < 1.5 * sum(theirs), (ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [{}, {"model_type": "qwen3", "head_dim": 16}, {"model_type": "qwen2"}])
+@pytest.mark.parametrize("head", ["norm", "block"])
+@torch.inference_mode()
+def test_fill_writes_what_each_layer_would_make_of_the_exit_state(kind: dict[str, object], head: str) -> None:
+    model = tiny_model(ExitConfig((1, 2), head), **kind)  # pyright: ignore[reportArgumentType]
+    config = model.config
+    packed = PackedModel(model, torch.float32)
+    caches = [
+        KVStorage(packed.num_cache_layers, 8, 4, config.num_kv_heads, config.head_dim, torch.float32, poison=True)
+        for _ in range(2)
+    ]
+    cos, sin = packed.rotary_tables(MAX_MODEL_LEN)
+    rows = RowBuilder(cos, sin, 4, None).build([scheduled([3, 4, 5, 6, 7], first_block=1)])
+    x = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    packed.fill(1, x, rows, caches[0])
+    above = [packed.layers[1], packed.exits[2].block, *packed.layers[2:]]
+    for layer in above:
+        if layer is not None:
+            layer.write(x, rows, caches[1])
+    first = packed.layers[1].cache_layer
+    assert packed.num_cache_layers - first == (4 if head == "block" else 3)
+    written = [cache.data[:, rows.slots] for cache in caches]
+    torch.testing.assert_close(written[0][first:], written[1][first:], rtol=1e-5, atol=1e-5)
+    for cache in caches:  # nothing anywhere else
+        assert int(cache.data.isfinite().sum()) == written[0][first:].numel()
