@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -12,6 +13,11 @@ GROUP = "offramp.model_sources"
 
 Serving must not import MLflow, so that it can be installed without; offramp-train contributes ``models``.
 """
+
+
+def default_cache() -> Path:
+    """Where downloaded models are kept, by the convention of the desktop (XDG_CACHE_HOME)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offramp" / "models"
 
 
 def resolve_model(source: str, cache: Path) -> Path:

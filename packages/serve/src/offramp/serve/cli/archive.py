@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from offramp.serve.cli.engine_options import add_engine_options, engine_settings
-from offramp.serve.model_source import resolve_model
+from offramp.serve.model_source import default_cache, resolve_model
 from offramp.serve.torchserve.archive import archive
 
 
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--version", default="1.0", help="version in the URL (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="replace a model folder that is already there")
     parser.add_argument(
-        "--cache", type=Path, default=Path(".offramp/models"), help="where models:/ downloads go (default: %(default)s)"
+        "--cache", type=Path, default=default_cache(), help="where models:/ downloads go (default: %(default)s)"
     )
     add_engine_options(parser)
     options = parser.parse_args(argv)

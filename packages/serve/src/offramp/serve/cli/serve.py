@@ -16,7 +16,7 @@ from types import FrameType
 
 from offramp.common.errors import OfframpError
 from offramp.serve.cli.engine_options import add_engine_options, engine_settings
-from offramp.serve.model_source import resolve_model
+from offramp.serve.model_source import default_cache, resolve_model
 from offramp.serve.torchserve.archive import CHECKPOINT, archive, is_model_folder
 from offramp.serve.torchserve.server import TorchServe
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--run-folder", type=Path, help="where configuration and log go (default: a temporary folder)")
     parser.add_argument("--ready-timeout", type=float, default=600.0, metavar="SECONDS", help="(default: %(default)s)")
     parser.add_argument(
-        "--cache", type=Path, default=Path(".offramp/models"), help="where models:/ downloads go (default: %(default)s)"
+        "--cache", type=Path, default=default_cache(), help="where models:/ downloads go (default: %(default)s)"
     )
     add_engine_options(parser)
     options = parser.parse_args(argv)

@@ -28,7 +28,7 @@ class ModelCard:
         max_model_len: Longest prompt and completion together that the model can read, in tokens.
         cache_tokens: Longest prompt and completion together that the KV cache can hold, in tokens.
         run_id: The training run that the checkpoint comes from, if it says so.
-        config_hash: Hash of that run's resolved configuration, if the checkpoint says so.
+        config_hash: SHA-256 of that run's settings, if the checkpoint says so.
     """
 
     name: str
@@ -59,7 +59,7 @@ class ModelCard:
             max_model_len=max_model_len,
             cache_tokens=cache_tokens,
             run_id=checkpoint.provenance.get("run_id"),
-            config_hash=checkpoint.provenance.get("config_hash"),
+            config_hash=checkpoint.provenance.get("settings_sha256"),
         )
 
     def to_json(self) -> dict[str, Any]:
