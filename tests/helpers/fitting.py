@@ -9,13 +9,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
 from offramp.train.module import MultiExitModule
 from offramp.train.optim import OptimizerConfig
 
-ROWS, VOCAB = 24, 300
+ROWS = 24
+HALF_WAY = "{}-{{step}}"
+"""Name of the checkpoints that `fit` writes beside `out` after every third step."""
 
 
 class Steps:
@@ -114,7 +117,7 @@ def fit(
         out: training checkpoint to write.
         strategy: of the trainer; a dictionary makes a `DeepSpeedPipelineStrategy`.
         devices: processes.
-        max_steps: to run to.
+        max_steps: to run to; schedules are made for it.
         resume: training checkpoint to resume.
         module: arguments of `MultiExitModule`.
         trainer: arguments of the trainer.
@@ -133,10 +136,10 @@ def fit(
         logger=memory,
         log_every_n_steps=1,
         num_sanity_val_steps=1,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=str(Path(out).parent),
+        callbacks=[ModelCheckpoint(Path(out).parent, HALF_WAY.format(Path(out).stem), every_n_train_steps=3, save_top_k=-1)],
         **{"gradient_clip_val": 1.0, "val_check_interval": 3, **(trainer or {})},
     )
     settings = {"optimizer": OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1), **(module or {})}
@@ -146,3 +149,25 @@ def fit(
     logged = {name: float(value) for name, value in runner.callback_metrics.items()}
     (again,) = runner.validate(model, datamodule=Numbers(), verbose=False)
     return {"metrics": dict(memory.metrics), "logged": logged, "validated": again, "steps": runner.global_step}
+
+
+def fit_all(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Several fits one after the other in this process, so that it starts up once."""
+    return [fit(**run) for run in runs]
+
+
+def validate(checkpoint: str, trained: str, strategy: dict[str, Any] | None, devices: int = 1) -> dict[str, float]:
+    """Validate a training checkpoint in a new trainer."""
+    warnings.filterwarnings("ignore")
+    from offramp.train.pipeline.strategy import DeepSpeedPipelineStrategy
+
+    runner = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="auto" if strategy is None else DeepSpeedPipelineStrategy(**strategy),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    (metrics,) = runner.validate(MultiExitModule(checkpoint), datamodule=Numbers(), ckpt_path=trained, verbose=False)
+    return dict(metrics)

@@ -1,0 +1,248 @@
+"""Whole runs of the trainer: what is cut into how many processes, stages and micro-batches must not be visible in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from helpers.fitting import Memory, Numbers, fit, fit_all, validate
+from helpers.processes import run_processes
+from helpers.tiny import tiny_checkpoint
+from offramp.common.checkpoint import load_checkpoint
+from offramp.common.errors import OfframpError
+from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.policy import ExitPolicy
+from offramp.train.export import export_checkpoint, main
+from offramp.train.priming import ExitPrimingModule, PrimingDataModule
+
+FILL_AWARE = {"fill_aware": {1: 0.2, 2: 0.2}}
+TWO_STAGES = {"pipe": 2, "micro_batches": 3}
+TWO_PROCESSES: dict[str, dict[str, Any]] = {
+    "pipeline": {"strategy": TWO_STAGES, "module": FILL_AWARE},
+    "pipeline, second half": {"strategy": TWO_STAGES, "module": FILL_AWARE, "resume": "pipeline"},
+    "ZeRO-1": {"strategy": {**TWO_STAGES, "zero_stage": 1}, "module": FILL_AWARE},
+    "ZeRO-1, second half": {
+        "strategy": {**TWO_STAGES, "zero_stage": 1},
+        "module": FILL_AWARE,
+        "resume": "ZeRO-1",
+    },
+    "two replicas of one stage": {"strategy": {"pipe": 1, "micro_batches": 2}, "module": FILL_AWARE},
+    "ddp": {"strategy": "ddp", "module": FILL_AWARE},
+    "frozen": {"strategy": TWO_STAGES, "module": {"freeze": ["backbone"]}},
+    "bf16": {"strategy": TWO_STAGES, "trainer": {"precision": "bf16-mixed"}},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    policy = ExitPolicy(thresholds={1: 0.9}, shortlist=(1, 5, 9))
+    exits = ExitConfig((1, 2), head="adapter")
+    return tiny_checkpoint(tmp_path_factory.mktemp("start") / "model", exits, policy, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("one") / "whole.ckpt"
+    return {**fit(str(checkpoint), str(out), module=FILL_AWARE), "out": out}
+
+
+@pytest.fixture(scope="module")
+def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Answers of rank 0 and rank 1 by name, and where the training checkpoints are."""
+    folder = tmp_path_factory.mktemp("two")
+    paths = {name: folder / f"{number}.ckpt" for number, name in enumerate(TWO_PROCESSES)}
+    runs = []
+    for name, settings in TWO_PROCESSES.items():
+        run = {"checkpoint": str(checkpoint), "out": str(paths[name]), "devices": 2, **settings}
+        if "resume" in run:
+            path = paths[run["resume"]]
+            run["resume"] = str(path.with_name(f"{path.stem}-step=3.ckpt"))
+        runs.append(run)
+    answers = run_processes(fit_all, 2, runs, timeout_s=400)
+    return {"out": paths, **{name: (a, b) for name, a, b in zip(TWO_PROCESSES, *answers, strict=True)}}
+
+
+def comparable(run: dict[str, Any], steps: range = range(6)) -> dict[tuple[int, str], float]:
+    return {
+        key: value
+        for key, value in run["metrics"].items()
+        if key[0] in steps and key[1] not in ("epoch", "train/tokens_per_second")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipeline", "ZeRO-1", "two replicas of one stage", "ddp"])
+def test_two_processes_log_what_one_logs(name: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    expected = comparable(one)
+    assert {"train/loss", "train/loss_exit_01", "train/accuracy_exit_04", "train/lr", "train/grad_norm"} <= {
+        metric for _, metric in expected
+    }
+    assert "val/loss_exit_02" in {metric for _, metric in expected}
+    for answer in two[name]:
+        assert comparable(answer) == pytest.approx(expected, rel=1e-4)
+        assert answer["steps"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipeline", "ZeRO-1"])
+def test_resuming_is_as_if_nothing_had_happened(name: str, two: dict[str, Any]) -> None:
+    whole = comparable(two[name][0], range(3, 6))
+    resumed = comparable(two[f"{name}, second half"][0], range(3, 6))
+    assert resumed == whole
+    assert (5, "val/loss") in whole
+
+
+@pytest.mark.slow
+def test_evaluating_again_gives_the_same(one: dict[str, Any], two: dict[str, Any]) -> None:
+    for run in (one, *two["pipeline"], *two["ddp"]):
+        assert run["validated"] == {name: value for name, value in run["logged"].items() if name.startswith("val/")}
+
+
+@pytest.mark.slow
+def test_validation_weighs_every_token_once(checkpoint: Path, one: dict[str, Any]) -> None:
+    """Against a plain loop over the rows; 7 rows in batches of 4 leave one empty row."""
+    model = load_checkpoint(export_checkpoint(one["out"], one["out"].with_suffix(".exported"))).model
+    data = Numbers()
+    data.trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    losses = []
+    with torch.no_grad():
+        for batch in data.val_dataloader():
+            log_p = model(batch.input_ids, exits=[2]).logits[2].log_softmax(-1)
+            losses += [-log_p[b, t, batch.labels[b, t]] for b, t in (batch.labels >= 0).nonzero()]
+    assert one["validated"]["val/loss_exit_02"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_exports_of_any_number_of_stages_are_equal(
+    checkpoint: Path, one: dict[str, Any], two: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = load_checkpoint(export_checkpoint(one["out"], tmp_path / "whole"))
+    start = load_checkpoint(checkpoint)
+    for name in ("pipeline", "ZeRO-1", "two replicas of one stage", "ddp"):
+        exported = load_checkpoint(export_checkpoint(two["out"][name], tmp_path / name.replace(" ", "-")))
+        for tensor, value in whole.model.state_dict().items():
+            torch.testing.assert_close(exported.model.state_dict()[tensor], value, rtol=1e-3, atol=1e-4)
+        assert exported.exits == start.exits
+        assert exported.hf_config == start.hf_config
+        assert exported.provenance["step"] == 6
+        assert (tmp_path / name.replace(" ", "-") / "tokenizer.json").is_file()
+        # Thresholds belong to the weights they were found for; the shortlist belongs to the task.
+        assert exported.policy == ExitPolicy(shortlist=(1, 5, 9))
+    moved = (whole.model.embed_tokens.weight - start.model.embed_tokens.weight).abs().max()
+    assert float(moved) > 1e-3, "nothing was trained, so nothing was compared"
+
+
+@pytest.mark.slow
+def test_a_frozen_backbone_keeps_every_bit(checkpoint: Path, two: dict[str, Any], tmp_path: Path) -> None:
+    before = load_checkpoint(checkpoint).model.state_dict()
+    after = load_checkpoint(export_checkpoint(two["out"]["frozen"], tmp_path / "frozen")).model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(name.startswith("exits.") for name in changed)
+
+
+@pytest.mark.slow
+def test_bf16_trains_about_as_fp32_does(two: dict[str, Any]) -> None:
+    first = two["bf16"][0]["metrics"][0, "train/loss"]
+    assert first == pytest.approx(two["pipeline"][0]["metrics"][0, "train/loss"], rel=0.1)
+    assert two["bf16"][0]["metrics"][5, "train/loss"] < first
+
+
+@pytest.mark.slow
+def test_another_number_of_stages_validates_but_does_not_resume(
+    checkpoint: Path, two: dict[str, Any], tmp_path: Path
+) -> None:
+    trained = str(two["out"]["pipeline"])
+    answers = run_processes(validate_and_resume, 1, str(checkpoint), trained, str(tmp_path / "new.ckpt"))
+    metrics, fault = answers[0]
+    assert metrics == pytest.approx(two["pipeline"][0]["validated"], rel=1e-5)
+    assert "offramp export" in fault
+
+
+def validate_and_resume(checkpoint: str, trained: str, out: str) -> tuple[dict[str, float], str]:
+    one_stage = {"pipe": 1, "micro_batches": 2}
+    metrics = validate(checkpoint, trained, one_stage)
+    try:
+        fit(checkpoint, out, one_stage, resume=trained)
+    except OfframpError as fault:
+        return metrics, str(fault)
+    return metrics, "resumed"
+
+
+def test_priming_trains_heads_alone_and_exports_the_shortlist(checkpoint: Path, tmp_path: Path) -> None:
+    memory = Memory()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=60,
+        logger=memory,
+        log_every_n_steps=20,
+        check_val_every_n_epoch=20,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(ExitPrimingModule(str(checkpoint)), PrimingDataModule(Numbers(), batch_size=64))
+    losses = [value for (_, name), value in sorted(memory.metrics.items()) if name == "train/loss_exit_02"]
+    assert losses[-1] < losses[0]
+    trainer.save_checkpoint(tmp_path / "primed.ckpt")
+    primed = load_checkpoint(export_checkpoint(tmp_path / "primed.ckpt", tmp_path / "primed"))
+    assert primed.policy is not None
+    assert primed.policy.shortlist == (1, *range(10, 60)), "the end of text, and the tokens that targets contain"
+    before = load_checkpoint(checkpoint).model.state_dict()
+    changed = {name for name, value in primed.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[1] for name in changed} == {"1", "2"}
+    assert all(name.startswith("exits.") for name in changed)
+
+
+def test_from_scratch_needs_no_weights(checkpoint: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "exits.json"):
+        (bare / name).write_bytes((checkpoint / name).read_bytes())
+    run = fit(str(bare), str(tmp_path / "scratch.ckpt"), max_steps=2, module={"from_scratch": True})
+    assert run["metrics"][0, "train/loss_exit_04"] == pytest.approx(5.7, abs=0.3)  # log 300
+
+
+@pytest.mark.parametrize(
+    ("module", "trainer", "message"),
+    [
+        ({"exit_weights": [1.0]}, {}, "exit_weights has 1 values, but .* has 2 early exits"),
+        ({"freeze": ["layer.0"]}, {}, "'layer.0' names no parameter"),
+        ({"freeze": ["backbone", "exits"]}, {}, "leaves nothing to train"),
+        ({"fill_aware": {3: 0.1}}, {}, "fill_aware names layers"),
+        ({}, {"accumulate_grad_batches": 2}, "micro_batches"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    module: dict[str, Any], trainer: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(OfframpError, match=message):
+        fit(str(checkpoint), str(tmp_path / "x.ckpt"), module=module, trainer=trainer)
+
+
+def test_export_refuses_what_is_no_training_checkpoint(tmp_path: Path, checkpoint: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    for source, message in (
+        (tmp_path / "other.ckpt", "not written by a run of Offramp"),
+        (tmp_path / "none.ckpt", "does not exist"),
+        (checkpoint / "config.json", "cannot be read"),
+        (checkpoint, "has no offramp.json"),
+    ):
+        with pytest.raises(OfframpError, match=message):
+            export_checkpoint(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(str(checkpoint), str(tmp_path / "x.ckpt"), max_steps=1)
+    assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert str(tmp_path / "out") in capsys.readouterr().out
+    assert load_checkpoint(tmp_path / "out").model.norm.weight.dtype == torch.bfloat16
+    with pytest.raises(OfframpError, match="already exists"):
+        main([str(tmp_path / "x.ckpt"), str(tmp_path / "out")])
+    assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "out"), "--overwrite"]) == 0
