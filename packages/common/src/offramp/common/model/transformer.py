@@ -43,7 +43,10 @@ class MultiExitTransformer(nn.Module):
         self.config = config
         self.exit_config = exits or ExitConfig()
         self.exit_config.check(config.num_layers)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        embedding = torch.empty(config.vocab_size, config.hidden_size)
+        if not embedding.is_meta:  # there, drawing what nobody sees would import torch's compiler: two seconds
+            embedding.normal_()
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = (
