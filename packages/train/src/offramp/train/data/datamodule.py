@@ -158,7 +158,8 @@ class TextDataModule(pl.LightningDataModule):
         wanted: dict[str | None, list[Split]] = {"fit": ["train", "validation"], "test": ["test"]}
         splits = wanted.get(stage, ["validation"])
         if stage in ("validate", "test") and not self._has(splits[0]):
-            raise OfframpError(f"there is nothing to {stage}: set data.{splits[0]} to a source")
+            name = str(getattr(stage, "value", stage))  # Lightning's enumeration, or a plain word
+            raise OfframpError(f"there is nothing to {name}: set data.{splits[0]} to a source")
         return [split for split in splits if self._has(split)]
 
     def _prepare(self, split: Split) -> None:

@@ -1,0 +1,357 @@
+"""`offramp fit|validate|test`: a recipe, checked against the classes it names, run by Lightning.
+
+LightningCLI does the typing and building; merging is done in `recipe.py`. Every fault in a recipe is one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import lightning.pytorch as pl
+import torch.distributed
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities import rank_zero_info
+
+from offramp.common.errors import OfframpError
+from offramp.train.pipeline.registration import register_strategy
+from offramp.train.recipe import RecipeArguments, load_recipe, parse_command_line
+from offramp.train.tracking.logger import OfframpMLFlowLogger
+from offramp.train.tracking.recorder import RunRecorder, Termination
+
+Stage = Literal["fit", "validate", "test"]
+
+DEFAULT_CLASSES = {
+    "model": "offramp.train.module.MultiExitModule",
+    "data": "offramp.train.data.datamodule.TextDataModule",
+}
+DEFAULT_SEED = 0
+EXIT_USAGE = 2
+
+_HELP = """\
+usage: offramp {stage} -c FILE [-c FILE ...] [--section.key=value ...]
+
+{summary}
+
+options:
+  -c FILE, --config FILE   a configuration file (YAML); several are merged in order
+  --section.key=value      override one value; overrides win over all files
+  --ckpt_path PATH         training checkpoint to {use}; 'last' is the newest of the run directory
+  -h, --help               show this and exit
+
+Interpolations such as ${{trainer.max_steps}} and ${{oc.env:HOME}} are resolved after files and overrides are merged.
+Values under vars: exist to be referred to. The run directory is trainer.default_root_dir (runs/NAME of the last file by
+default); checkpoints and the resolved config.yaml go there. trainer.logger is MLflow at MLFLOW_TRACKING_URI or
+sqlite:///mlflow.db; set it to false to log nowhere.
+
+"""
+_SUMMARIES: dict[Stage, str] = {
+    "fit": "Train a model and its exits as a recipe says.",
+    "validate": "Measure loss and accuracy of every exit on a recipe's validation data.",
+    "test": "Measure loss and accuracy of every exit on a recipe's test data.",
+}
+
+
+def fit_main(argv: list[str]) -> int:
+    """`offramp fit`."""
+    return run("fit", argv)
+
+
+def validate_main(argv: list[str]) -> int:
+    """`offramp validate`."""
+    return run("validate", argv)
+
+
+def test_main(argv: list[str]) -> int:
+    """`offramp test`."""
+    return run("test", argv)
+
+
+def run(stage: Stage, argv: Sequence[str]) -> int:
+    """Runs one stage of a recipe and returns the exit code.
+
+    Raises:
+        OfframpError: the recipe is at fault.
+        KeyboardInterrupt: the user interrupted.
+    """
+    try:
+        arguments = parse_command_line(argv)
+    except OfframpError as error:
+        print(f"offramp {stage}: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if arguments.help:
+        _print_help(stage)
+        return 0
+    if not arguments.files:
+        print(f"offramp {stage}: error: give a configuration file with -c FILE", file=sys.stderr)
+        return EXIT_USAGE
+    with Termination() as termination:
+        cli = build(arguments)
+        cli.trainer.callbacks.insert(0, termination)  # pyright: ignore[reportAttributeAccessIssue]
+        checkpoint = cli.config.get("ckpt_path")
+        if checkpoint == "last":
+            checkpoint = last_checkpoint(cli.trainer)
+        loggers = [logger for logger in cli.trainer.loggers if isinstance(logger, OfframpMLFlowLogger)]
+        for logger in loggers:
+            if stage == "fit":
+                logger.remember_in(Path(cli.trainer.default_root_dir), resume=checkpoint is not None)
+        try:
+            _run_trainer(stage, cli, checkpoint)
+        except BaseException as fault:
+            # Lightning finalises loggers for faults inside its loops; this covers the rest and changes no verdict.
+            for logger in loggers:
+                logger.finalize("failed")
+            if isinstance(fault, SystemExit) and isinstance(fault.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from fault  # Lightning turns Ctrl-C into exit code 1
+            raise
+        if torch.distributed.is_initialized():
+            # Left to the interpreter's end, gloo's threads are now and then joined in an order that never returns.
+            torch.distributed.destroy_process_group()
+    return 0
+
+
+def _run_trainer(stage: Stage, cli: RecipeCLI, checkpoint: str | None) -> None:
+    trainer, data = cli.trainer, cli.datamodule
+    if stage == "fit":
+        trainer.fit(cli.model, datamodule=data, ckpt_path=checkpoint)
+    elif stage == "validate":
+        trainer.validate(cli.model, datamodule=data, ckpt_path=checkpoint)
+    else:
+        trainer.test(cli.model, datamodule=data, ckpt_path=checkpoint)
+
+
+def last_checkpoint(trainer: pl.Trainer) -> str | None:
+    """The newest complete checkpoint in the trainer's checkpoint directory; None says that there is none yet.
+
+    Lightning's own "last" finds only files that are named so.
+    """
+    callback = trainer.checkpoint_callback
+    directory = Path(getattr(callback, "dirpath", None) or Path(trainer.default_root_dir) / "checkpoints")
+    # DeepSpeed writes a directory, and the file `latest` in it when the rest is written.
+    complete = [path for path in directory.glob("*.ckpt") if path.is_file() or (path / "latest").is_file()]
+    if not complete:
+        rank_zero_info(f"no checkpoint in {directory} yet; starting from the beginning")
+        return None
+    return str(max(complete, key=lambda path: path.stat().st_mtime))
+
+
+class RecipeCLI(LightningCLI):
+    """LightningCLI over a resolved recipe: builds trainer, model and data, and runs nothing.
+
+    Args:
+        recipe: plain containers, as `load_recipe` returns them, with every default filled in.
+    """
+
+    datamodule: pl.LightningDataModule
+    model: pl.LightningModule
+    trainer: pl.Trainer
+
+    def __init__(self, recipe: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            super().__init__(
+                pl.LightningModule,
+                pl.LightningDataModule,
+                args=recipe,
+                run=False,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                # The recorder saves the configuration: Lightning's own callback refuses to write it twice, so that a
+                # resumed run would fail.
+                save_config_callback=None,
+                seed_everything_default=DEFAULT_SEED,
+                auto_configure_optimizers=False,
+                parser_kwargs={"exit_on_error": False},
+            )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds what the commands take beside trainer, model and data."""
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help="Training checkpoint to start from.")
+
+    def resolved(self) -> dict[str, Any]:
+        """The configuration with all defaults, as plain containers; a recipe that repeats this run."""
+        return cast("dict[str, Any]", yaml.safe_load(self.parser.dump(self.config, skip_none=False)))
+
+
+def build(arguments: RecipeArguments) -> RecipeCLI:
+    """Builds trainer, model and data from a recipe.
+
+    Raises:
+        OfframpError: the recipe is at fault; the sentence names the key.
+    """
+    recipe = with_defaults(load_recipe(arguments.files, arguments.overrides), arguments.files[-1].stem)
+    register_strategy()
+    with _explained(recipe):
+        cli = RecipeCLI(recipe)
+    trainer = cli.trainer
+    for callback in cast("list[pl.Callback]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            # Lightning's choice depends on the logger's run id, so that a resumed run could not find its checkpoints.
+            callback.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+    trainer.callbacks.insert(0, RunRecorder(cli.resolved()))  # pyright: ignore[reportAttributeAccessIssue]
+    return cli
+
+
+def with_defaults(recipe: dict[str, Any], name: str) -> dict[str, Any]:
+    """A recipe with the command's defaults: classes, run directory, logger, one seed for all."""
+    recipe = dict(recipe)
+    for section, class_path in DEFAULT_CLASSES.items():
+        part = recipe.get(section)
+        recipe[section] = {"class_path": class_path, **(part if isinstance(part, dict) else {})}
+    trainer = dict(recipe.get("trainer") or {})
+    trainer.setdefault("default_root_dir", f"runs/{name}")
+    if trainer.get("logger") in (None, True, "true"):
+        trainer["logger"] = {
+            "class_path": "offramp.train.tracking.logger.OfframpMLFlowLogger",
+            "init_args": {"run_name": Path(str(trainer["default_root_dir"])).name},
+        }
+    recipe["trainer"] = trainer
+    data = recipe["data"]
+    if data["class_path"] == DEFAULT_CLASSES["data"]:
+        arguments = dict(data.get("init_args") or {})
+        seed = recipe.get("seed_everything", DEFAULT_SEED)
+        if str(seed).lstrip("-").isdigit():
+            arguments.setdefault("seed", seed)
+        recipe["data"] = {**data, "init_args": arguments}
+    return recipe
+
+
+def _print_help(stage: Stage) -> None:
+    use = "resume" if stage == "fit" else "measure"
+    print(_HELP.format(stage=stage, summary=_SUMMARIES[stage], use=use))
+    print("sections and their keys:")
+    for section, target in (("trainer", pl.Trainer), *((s, _import(p)) for s, p in DEFAULT_CLASSES.items())):
+        print(f"\n{section}:" + (f"  (class_path: {DEFAULT_CLASSES[section]})" if section in DEFAULT_CLASSES else ""))
+        for key, kind, default in _parameters(target):
+            print(f"  {key}: {kind}" + ("" if default is inspect.Parameter.empty else f" = {default!r}"))
+
+
+def _parameters(target: Any) -> Iterator[tuple[str, str, Any]]:
+    for name, parameter in inspect.signature(target.__init__).parameters.items():
+        if name != "self":
+            kind = parameter.annotation
+            text = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
+            yield name, str(text).replace("typing.", ""), parameter.default
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(__import__(module, fromlist=[name]), name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# jsonargparse says what is wrong, within a tree of everything it tried. The rest of this file finds the sentence.
+
+
+@contextlib.contextmanager
+def _explained(recipe: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except OfframpError:
+        raise
+    except (ArgumentError, ValueError, TypeError, ImportError, AttributeError) as fault:
+        cause: BaseException | None = fault
+        while cause is not None:
+            if isinstance(cause, OfframpError):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        if not isinstance(fault, ArgumentError) and not str(fault).startswith(("Does not validate", "Parser key")):
+            # Raised by Lightning's or the recipe's own classes, in their own words.
+            if isinstance(fault, ValueError):
+                raise OfframpError(f"the configuration is refused: {fault}") from fault
+            raise
+        raise OfframpError(explain(str(fault), recipe)) from fault
+
+
+_KEY = re.compile(r"Parser key \"(?P<key>.+)\":")
+_CLASS = re.compile(r"Problem with given class_path '(?P<path>.+)':")
+_UNKNOWN = re.compile(r"(?:Group '(?P<group>.+)' does not accept option|Option) '(?P<key>.+?)'(?: is not accepted)?$")
+_TYPE = re.compile(r"Expected an? (?P<type>.+?)(?:\. Got value: (?P<value>.*))?$")
+_NOISE = re.compile(
+    r"Does not validate|Subtypes:|Errors:|Given value|Subclass types|Not a valid subclass|a (?:dict|class)"
+)
+
+
+def explain(message: str, recipe: dict[str, Any]) -> str:
+    """One sentence out of jsonargparse's account.
+
+    Args:
+        message: of the exception.
+        recipe: that was parsed, to name the value where the account does not.
+    """
+    path: list[str] = []
+    class_path = ""
+    value = ""
+    wrong_type = ""
+    for line in (raw.strip().removeprefix("- ") for raw in message.splitlines()):
+        if match := _KEY.match(line):
+            path += match["key"].split(".")
+        elif match := _CLASS.match(line):
+            class_path = match["path"]
+        elif match := _UNKNOWN.match(line):
+            path += match["group"].split(".") if match["group"] else []
+            *parents, key = match["key"].split(".")
+            return _unknown_key(path + parents, key, class_path)
+        elif match := _TYPE.match(line):
+            expected = _type_name(match["type"])
+            # The alternative "nothing at all" is never what was meant.
+            if match["value"] is not None:
+                value = match["value"]
+            if expected != "null" and not wrong_type:
+                wrong_type = expected
+        elif line.startswith("Given value: ") and not value and wrong_type:
+            value = line.removeprefix("Given value: ")
+        elif not _NOISE.match(line) and not wrong_type:
+            return f"configuration key {'.'.join(path)!r}: {line}" if path else f"the configuration is refused: {line}"
+        if wrong_type and value:
+            break
+    key = ".".join(path)
+    return f"configuration key {key!r} must be {wrong_type or 'of another type'}, but its value is {value[:100]}"
+
+
+def _type_name(text: str) -> str:
+    text = text.strip()
+    if match := re.fullmatch(r"<class '(.+)'>", text):
+        return {"NoneType": "null"}.get(match[1], match[1])
+    return text.replace("typing.", "")
+
+
+def _unknown_key(parents: list[str], key: str, class_path: str) -> str:
+    known = _known_keys(parents, class_path)
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"the keys there are {', '.join(known)}" if known else ""
+    where = ".".join([*parents, key])
+    owner = f" ({class_path.rpartition('.')[2]})" if class_path else ""
+    return f"unknown configuration key {where!r}{owner}" + (f"; {hint}" if hint else "")
+
+
+def _known_keys(parents: list[str], class_path: str) -> list[str]:
+    """The keys that could have been meant: parameters of the class, or of the group within it."""
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        if class_path:
+            parser.add_class_arguments(_import(class_path), fail_untyped=False)
+        elif parents[:1] == ["trainer"]:
+            parser.add_class_arguments(pl.Trainer, "trainer", fail_untyped=False)
+        else:
+            return ["seed_everything", "trainer", "model", "data", "ckpt_path", "vars"]
+        names = list(parser.get_defaults(skip_validation=True).keys())
+    except Exception:  # only a hint is lost
+        return []
+    # The last parents may be a group of the class: keys are compared within it.
+    for size in range(len(parents), 0, -1):
+        prefix = ".".join(parents[-size:]) + "."
+        inside = [name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)]
+        if inside:
+            return sorted(set(inside))
+    return sorted({name.split(".")[0] for name in names})
