@@ -15,14 +15,16 @@ class FakeEngine:
         seen: Ids of requests taken in, in order.
         cancelled: Ids of requests cancelled, in order.
         iterations: Steps made.
+        most_live: Most requests held at once.
         on_step: Called at the start of each step; may raise.
         refuse: Ids that `add_request` refuses.
     """
 
-    def __init__(self, delay_s: float = 0.0, on_step: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, delay_s: float = 0.0, on_step: Callable[[], object] = lambda: None) -> None:
         self.seen: list[str] = []
         self.cancelled: list[str] = []
         self.iterations = 0
+        self.most_live = 0
         self.on_step = on_step
         self.refuse: set[str] = set()
         self._delay_s = delay_s
@@ -37,6 +39,7 @@ class FakeEngine:
             raise ValueError("refused on purpose")
         self.seen.append(request.request_id)
         self._live[request.request_id] = request
+        self.most_live = max(self.most_live, len(self._live))
 
     def cancel(self, request_id: str) -> bool:
         self.cancelled.append(request_id)

@@ -103,6 +103,21 @@ def test_a_full_queue_refuses_all_requests_of_a_call_or_none(engine: FakeEngine,
     assert not any(name.startswith("b") for name in engine.seen)
 
 
+def test_the_engine_never_holds_more_than_the_limit(engine: FakeEngine, thread: EngineThread) -> None:
+    go_on = threading.Event()
+    sink, late = Recorder(), Recorder()
+    thread.submit_all([request(f"a{i}", 10_000) for i in range(8)], sink)
+    eventually(lambda: bool(sink.outputs))
+    engine.on_step = go_on.wait
+    for i in range(8):
+        thread.cancel(f"a{i}")
+    thread.submit_all([request(f"b{i}") for i in range(8)], late)
+    go_on.set()
+    assert late.over.wait(5)
+    assert len(engine.seen) == 16
+    assert engine.most_live == 8
+
+
 def test_a_request_that_the_engine_refuses_fails_alone(engine: FakeEngine, thread: EngineThread) -> None:
     engine.refuse.add("bad")
     bad, good = Recorder(), Recorder()

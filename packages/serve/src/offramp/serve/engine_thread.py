@@ -202,18 +202,17 @@ class EngineThread:
             # A front that was only slow, not gone, finds the failure and can end its response.
             self._fail(request_id, OrphanedError(f"nobody asked for the output for {self._lease_s:g} s"))
         cancelled += orphans
-        dropped = set(cancelled)
-        for request in arrivals:
-            if request.request_id in dropped:
-                continue
-            try:
-                self._engine.add_request(request)
-            except Exception as error:
-                self._fail(request.request_id, error)
         arrived = {request.request_id for request in arrivals}
-        for request_id in cancelled:
+        for request_id in cancelled:  # first, so that the engine never holds more than `max_requests`
             if request_id not in arrived:
                 self._engine.cancel(request_id)
+        dropped = set(cancelled)
+        for request in arrivals:
+            if request.request_id not in dropped:
+                try:
+                    self._engine.add_request(request)
+                except Exception as error:
+                    self._fail(request.request_id, error)
         return True
 
     def _lease_has_run_out(self) -> bool:

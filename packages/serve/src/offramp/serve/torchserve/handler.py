@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -69,7 +70,12 @@ class OfframpHandler:
         model = context.manifest["model"]
         # resolve: TorchServe gives a link of its own making, which would mean nothing in a message.
         folder = Path(context.system_properties["model_dir"]).resolve()
-        engine = Engine.from_checkpoint(folder / archive.CHECKPOINT, config)
+        # The thread refuses what is too much, in the call that brings it. The engine's own limit must not come before:
+        # all that the thread admits may arrive between two iterations, when nobody has a seat yet.
+        max_requests = config.max_num_seqs + config.max_waiting
+        engine = Engine.from_checkpoint(
+            folder / archive.CHECKPOINT, dataclasses.replace(config, max_waiting=max_requests)
+        )
         card = ModelCard.of(
             engine.checkpoint,
             name=context.model_name,
@@ -93,7 +99,7 @@ class OfframpHandler:
 
         thread = EngineThread(
             engine,
-            max_requests=config.max_num_seqs + config.max_waiting,
+            max_requests=max_requests,
             lease_s=settings.lease_s,
             on_iteration=after_iteration,
         )
