@@ -139,7 +139,9 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=str(Path(out).parent),
-        callbacks=[ModelCheckpoint(Path(out).parent, HALF_WAY.format(Path(out).stem), every_n_train_steps=3, save_top_k=-1)],
+        callbacks=[
+            ModelCheckpoint(Path(out).parent, HALF_WAY.format(Path(out).stem), every_n_train_steps=3, save_top_k=-1)
+        ],
         **{"gradient_clip_val": 1.0, "val_check_interval": 3, **(trainer or {})},
     )
     settings = {"optimizer": OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1), **(module or {})}

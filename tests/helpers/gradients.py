@@ -1,4 +1,4 @@
-"""Gradients of the multi-exit objective, from the pipeline and from an oracle, for `parity/test_pipeline_gradients.py`."""
+"""Gradients of the multi-exit objective: from pipeline stages, and from an oracle."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def run_processes(function: Callable[..., Any], world_size: int, *args: Any, tim
         timeout_s: a deadlock must not hang the tests.
     """
     context = mp.get_context("spawn")
-    answers: mp.Queue[tuple[int, Any, str | None]] = context.Queue()  # pyright: ignore[reportAssignmentType]
+    answers: mp.Queue[tuple[int, Any, str | None]] = context.Queue()
     port = free_port()
     workers = [
         context.Process(target=_enter, args=(answers, rank, world_size, port, function, args), daemon=True)
@@ -46,7 +46,9 @@ def run_processes(function: Callable[..., Any], world_size: int, *args: Any, tim
             except queue.Empty:
                 died = [rank for rank, worker in enumerate(workers) if worker.exitcode not in (None, 0)]
                 if died or time.monotonic() > deadline:
-                    raise AssertionError(f"ranks {died} died" if died else f"timed out; done: {sorted(results)}") from None
+                    raise AssertionError(
+                        f"ranks {died} died" if died else f"timed out; done: {sorted(results)}"
+                    ) from None
                 continue
             if fault is not None:
                 raise AssertionError(f"rank {rank} failed:\n{fault}")

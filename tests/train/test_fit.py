@@ -1,4 +1,4 @@
-"""Whole runs of the trainer: what is cut into how many processes, stages and micro-batches must not be visible in them."""
+"""Whole runs of the trainer: processes, stages and micro-batches must not be visible in them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from helpers.tiny import tiny_model
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
-from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader, exit_term
+from offramp.train.losses import ExitSums, ExitTerm, MicroBatch, Objective, exit_losses, exit_reader, exit_term
 
 CPU = torch.device("cpu")
 
@@ -39,8 +39,8 @@ def test_objective_by_hand() -> None:
     objective = Objective({1: 0.5, 2: 2.0}, distill=0.25)
     sums = ExitSums(objective.layers, CPU)
     # Exit 1: cross-entropy 6 over 3 tokens, divergence 1 over the 2 tokens of the final exit; final: 5 over 2 tokens.
-    sums.add(1, type_of(6.0, 1.0, 1), torch.tensor(3))
-    sums.add(2, type_of(5.0, 0.0, 2), torch.tensor(2))
+    sums.add(1, term_of(6.0, 1.0, 1), torch.tensor(3))
+    sums.add(2, term_of(5.0, 0.0, 2), torch.tensor(2))
     report = sums.report(objective)
     assert report["loss"] == pytest.approx(0.5 * (0.75 * 2.0 + 0.25 * 0.5) + 2.0 * 2.5)
     assert report["loss_exit_01"] == pytest.approx(2.0)
@@ -48,9 +48,7 @@ def test_objective_by_hand() -> None:
     assert report["accuracy_exit_02"] == pytest.approx(1.0)
 
 
-def type_of(cross_entropy: float, divergence: float, correct: int):  # noqa: ANN201 - a test's shorthand
-    from offramp.train.losses import ExitTerm
-
+def term_of(cross_entropy: float, divergence: float, correct: int) -> ExitTerm:
     return ExitTerm(torch.tensor(cross_entropy), torch.tensor(divergence), torch.tensor(correct))
 
 
@@ -100,7 +98,7 @@ def test_split_keeps_every_row_once(rows: int, parts: int, sizes: list[int]) -> 
 
 
 def test_impossible_weights_are_refused() -> None:
-    with pytest.raises(OfframpError, match="distill is 1.5"):
+    with pytest.raises(OfframpError, match=r"distill is 1\.5"):
         Objective({4: 1.0}, distill=1.5)
     with pytest.raises(OfframpError, match="must not be negative"):
         Objective({2: -1.0, 4: 1.0})

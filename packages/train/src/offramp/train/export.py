@@ -1,8 +1,8 @@
 """`offramp export`: a training checkpoint -> checkpoint directory.
 
-A training checkpoint is either a Lightning file (one process, DDP) or the directory that `deepspeed_pipeline` writes; both
-hold the weights under their names in the whole model and the same record of everything else, in plain containers. Nothing
-here unpickles: files are read with `weights_only=True`, stages are safetensors.
+A training checkpoint is either a Lightning file (one process, DDP) or the directory that `deepspeed_pipeline` writes;
+both hold the weights under their names in the whole model and the same record of everything else, in plain
+containers. Nothing here unpickles: files are read with `weights_only=True`, stages are safetensors.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def plain(value: Any) -> Any:
 
 
 def read_stages(directory: Path) -> dict[str, Tensor]:
-    """All parameters of a pipeline checkpoint, written by any number of stages, under their names in the whole model."""
+    """All parameters of a checkpoint of any number of stages, under their names in the whole model."""
     files = sorted(directory.glob("stage_*.safetensors"))
     if not files:
         raise OfframpError(f"{directory} holds no stage_*.safetensors; it is not a checkpoint of deepspeed_pipeline.")
@@ -117,14 +117,16 @@ def export_checkpoint(
     directory = Path(assets) if assets is not None else Path(record["source"] or "")
     if not (directory / "config.json").is_file():
         raise OfframpError(
-            f"{directory}, where training started from, is gone, and with it the tokenizer; name a directory that has it "
-            "with --assets."
+            f"{directory}, where training started from, is gone, and with it the tokenizer; name a directory that has "
+            "it with --assets."
         )
     exits = ExitConfig.from_json(record["exits"])
     with torch.device("meta"):
         model = MultiExitTransformer(ModelConfig.from_hf(record["hf_config"]), exits)
     if wrong := sorted(model.state_dict().keys() ^ weights.keys()):
-        raise OfframpError(f"{path} does not hold the model it describes: {len(wrong)} tensors differ, {wrong[0]!r} first.")
+        raise OfframpError(
+            f"{path} does not hold the model it describes: {len(wrong)} tensors differ, {wrong[0]!r} first."
+        )
     model.load_state_dict(weights, assign=True)
     checkpoint = Checkpoint(
         model=model.to(dtype=getattr(torch, dtype)),
@@ -139,8 +141,8 @@ def main(argv: list[str]) -> int:
     """`offramp export`."""
     parser = argparse.ArgumentParser(
         prog="offramp export",
-        description="Turn a training checkpoint (a .ckpt file, or the directory of deepspeed_pipeline) into a checkpoint "
-        "directory: an ordinary Hugging Face model with exits beside it.",
+        description="Turn a training checkpoint (a .ckpt file, or the directory of deepspeed_pipeline) into a "
+        "checkpoint directory: an ordinary Hugging Face model with exits beside it.",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="training checkpoint")
     parser.add_argument("out", metavar="OUT", help="directory to create")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -44,10 +45,7 @@ class MicroBatch(NamedTuple):
         rows, parts = self.tokens.num_rows, min(parts, self.tokens.num_rows)
         edges = [rows * part // parts for part in range(parts + 1)]
         depths = self.exit_depths
-        return [
-            MicroBatch(self.tokens.rows(a, b), None if depths is None else depths[a:b])
-            for a, b in zip(edges, edges[1:], strict=False)
-        ]
+        return [MicroBatch(self.tokens.rows(a, b), None if depths is None else depths[a:b]) for a, b in pairwise(edges)]
 
     def trained(self, exit_layer: int) -> Tensor:
         """[B, T] bool: the tokens that the exit after `exit_layer` is trained on.

@@ -1,8 +1,9 @@
 """`MultiExitModule`: multi-exit language modelling as a LightningModule.
 
-One Lightning batch is this data-parallel rank's share of one optimizer step. In one process or under DDP the steps below
-run it as it is; the strategy `deepspeed_pipeline` runs the same objective on its stages instead of `training_step` and
-`validation_step`, and reports through the same methods, so losses, gradients and names of metrics do not depend on it.
+One Lightning batch is this data-parallel rank's share of one optimizer step. In one process or under DDP the steps
+below run it as it is; the strategy `deepspeed_pipeline` runs the same objective on its stages instead of
+`training_step` and `validation_step`, and reports through the same methods, so losses, gradients and names of metrics
+do not depend on it.
 
 Legend: B batch, T time, D model, X exits.
 """
@@ -52,7 +53,8 @@ class MultiExitModule(pl.LightningModule):
             `deepspeed_pipeline` only where all exits lie on the last stage, since others do not see the final logits.
         fill_aware: exit layer -> probability that a target token is frozen there while training; see
             `offramp.train.fill_aware`.
-        freeze: what stays as it is: names of parameters or modules, patterns of names (`layers.*.mlp.*`), or `backbone`.
+        freeze: what stays as it is: names of parameters or modules, patterns of names (`layers.*.mlp.*`), or
+            `backbone`.
         from_scratch: start with random weights.
         seed: of random weights and random exit depths.
         optimizer: learning rates, weight decay and schedule.
@@ -150,9 +152,9 @@ class MultiExitModule(pl.LightningModule):
         """Check the trainer's settings."""
         if self.trainer.accumulate_grad_batches != 1:
             raise OfframpError(
-                f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but one batch is one optimizer "
-                "step here; set it to 1, enlarge the batch, and let the strategy deepspeed_pipeline (pipe: 1 is enough) cut "
-                "it into micro_batches."
+                f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but one batch is one "
+                "optimizer step here; set it to 1, enlarge the batch, and let the strategy deepspeed_pipeline (pipe: 1 "
+                "is enough) cut it into micro_batches."
             )
 
     @override
@@ -282,7 +284,7 @@ class MultiExitModule(pl.LightningModule):
         """Add the record that `offramp export` needs."""
         settings = plain(self.hparams)
         run_id = getattr(self.logger, "run_id", None) if self.trainer.is_global_zero else None
-        describe = getattr(self.trainer.datamodule, "describe", None) if self.trainer.datamodule is not None else None
+        describe = getattr(getattr(self.trainer, "datamodule", None), "describe", None)
         provenance = {
             "run_id": run_id,
             "step": self.global_step,
@@ -310,8 +312,8 @@ class MultiExitModule(pl.LightningModule):
         weights = [0.3] * len(early) if self.exit_weights is None else self.exit_weights
         if len(weights) != len(early):
             raise OfframpError(
-                f"exit_weights has {len(weights)} values, but {self.checkpoint} has {len(early)} early exits, at layers "
-                f"{list(early)}; give one for each."
+                f"exit_weights has {len(weights)} values, but {self.checkpoint} has {len(early)} early exits, at "
+                f"layers {list(early)}; give one for each."
             )
         return Objective({**dict(zip(early, weights, strict=True)), num_layers: self.final_weight}, self.distill)
 
@@ -326,8 +328,8 @@ def freeze_parameters(model: MultiExitTransformer, patterns: list[str]) -> None:
         found = [parameter for name, parameter in model.named_parameters() if _names(pattern, name)]
         if not found:
             raise OfframpError(
-                f"freeze: {pattern!r} names no parameter; use 'backbone', a name like 'embed_tokens', or a pattern like "
-                "'layers.*.mlp.*'."
+                f"freeze: {pattern!r} names no parameter; use 'backbone', a name like 'embed_tokens', or a pattern "
+                "like 'layers.*.mlp.*'."
             )
         for parameter in found:
             parameter.requires_grad_(False)

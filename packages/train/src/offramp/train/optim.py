@@ -26,7 +26,8 @@ class OptimizerConfig:
         weight_decay: on matrices; norms and biases are never decayed.
         betas: of AdamW.
         warmup_steps: optimizer steps over which the rate rises to its peak.
-        schedule: what follows until the last step: `constant`, or down to `final_share` of the peak on a line or a cosine.
+        schedule: what follows until the last step: `constant`, or down to `final_share` of the peak on a line or a
+            cosine.
         final_share: of the peak, at the last step.
     """
 
@@ -67,8 +68,8 @@ def make_optimizer(
     """AdamW over named parameters, and the schedule of its rates.
 
     Args:
-        parameters: (name in the whole model, parameter), trained ones only. A pipeline stage has some of the model's; every
-            stage gets the same rates.
+        parameters: (name in the whole model, parameter), trained ones only. A pipeline stage has some of the model's;
+            every stage gets the same rates.
         config: settings.
         total_steps: optimizer steps of the run.
     """

@@ -1,11 +1,11 @@
 """`ExitPrimingModule`: train exit heads on cached states of a frozen backbone, by divergence to the full model.
 
-The backbone runs once over the training data; what the exits read, and the final state, are kept for every target token.
-Then only heads are trained, at hundreds of steps per second, so minutes of joint training become seconds, and the full
-model does not change by a bit. Joint training (`MultiExitModule`) may follow from the exported checkpoint.
+The backbone runs once over the training data; what the exits read, and the final state, are kept for every target
+token. Then only heads are trained, at hundreds of steps per second, so minutes of joint training become seconds, and
+the full model does not change by a bit. Joint training (`MultiExitModule`) may follow from the exported checkpoint.
 
-The divergence is taken over a *shortlist*: the tokens that training targets contain. Serving measures confidence over the
-same shortlist, so it goes into the exit policy of the exported checkpoint.
+The divergence is taken over a *shortlist*: the tokens that training targets contain. Serving measures confidence over
+the same shortlist, so it goes into the exit policy of the exported checkpoint.
 
     trainer.fit(ExitPrimingModule(directory), PrimingDataModule(data))
 
@@ -201,7 +201,8 @@ class ExitPrimingModule(MultiExitModule):
     @property
     def _logs_now(self) -> bool:
         # Steps are so short that logging every one of them would take longer.
-        return (self.global_step + 1) % self.trainer.log_every_n_steps == 0
+        interval = int(getattr(self.trainer, "log_every_n_steps"))  # noqa: B009 - made known at run time
+        return (self.global_step + 1) % interval == 0
 
     def _log(self, values: Tensor, tokens: int) -> None:
         divergences, agreements = (self.sum_over_ranks(values) / self.trainer.world_size).tolist()

@@ -1,15 +1,16 @@
-"""DeepSpeed's `PipelineEngine` with a loss on every stage: auxiliary-loss back-propagation (EE-LLM, section 3.1, eq. 2).
+"""DeepSpeed's `PipelineEngine` with a loss on every stage: auxiliary-loss back-propagation (EE-LLM, section 3.1).
 
 Stage i holds the losses of its own exits, L_i, and receives g_i, the gradient of everything later with respect to its
-output x_i. The gradient of L_i + <g_i, x_i> with respect to its parameters and its input is that of the whole objective.
-No inner product is formed: autograd starts from several roots at once, x_i with g_i and the states that the exits read.
+output x_i. The gradient of L_i + <g_i, x_i> with respect to its parameters and its input is that of the whole
+objective. No inner product is formed: autograd starts from several roots at once, x_i with g_i and the states that
+the exits read.
 
 What an exit reads is remembered in the forward pass, its logits are computed in the backward pass, one exit after the
 other, so that no stage ever holds the logits of more than one exit and one micro-batch.
 
-DeepSpeed gives the 1F1B schedule, the optimizers (ZeRO-0 and 1), process groups and checkpoints. Nearly every instruction
-of the schedule is done anew here; the comments say what the stock one does that does not fit. `_INSTRUCTION_MAP` holds
-functions, not names, so a subclass has to list its own.
+DeepSpeed gives the 1F1B schedule, the optimizers (ZeRO-0 and 1), process groups and checkpoints. Nearly every
+instruction of the schedule is done anew here; the comments say what the stock one does that does not fit.
+`_INSTRUCTION_MAP` holds functions, not names, so a subclass has to list its own.
 
 Legend: B batch, T time, D model, S stages.
 """
@@ -50,8 +51,9 @@ WEIGHTS = "stage_{:02d}.safetensors"
 class StageModule(PipelineModule):
     """A `Stage` as DeepSpeed wants it: process groups, and the parameters that stages share.
 
-    For DeepSpeed the pipeline has S layers, one per stage, and the stages of others are empty. Its own tied layers are not
-    used: they cannot share one parameter among several heads of a stage, and they save and load it in only one of them.
+    For DeepSpeed the pipeline has S layers, one per stage, and the stages of others are empty. Its own tied layers
+    are not used: they cannot share one parameter among several heads of a stage, and they save and load it in only one
+    of them.
     Needs an initialised process group.
     """
 
@@ -70,7 +72,9 @@ class StageModule(PipelineModule):
         if not any(parameter.requires_grad for parameter in stage.parameters()):
             self.idle = nn.Parameter(torch.zeros(1, device=next(stage.parameters()).device))
 
-    def forward(self, forward_input: Tensor, layout: Layout) -> tuple[Tensor, dict[int, Tensor]]:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, forward_input: Tensor, layout: Layout
+    ) -> tuple[Tensor, dict[int, Tensor]]:
         """See `Stage.forward`."""
         return self.stage(forward_input, layout)
 
@@ -86,7 +90,7 @@ class StageModule(PipelineModule):
                     continue
                 tied[name] = {"ranks": ranks, "group": group, "weight_attr": [name], "module": stage}
                 if self.global_rank != ranks[0]:
-                    own[name].ds_pipe_replicated = True  # so that norms count it once
+                    setattr(own[name], "ds_pipe_replicated", True)  # noqa: B010 - so that norms count it once
         return tied
 
     @torch.no_grad()
@@ -127,6 +131,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
     """
 
     module: StageModule
+    device: torch.device
+    dp_world_size: int
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -149,8 +155,9 @@ class EarlyExitPipelineEngine(PipelineEngine):
 
     def release(self) -> None:
         """Let go of the module, so that another engine can have it."""
-        self.module_forward_pre_hook.remove()
-        self.module_forward_post_hook.remove()
+        for hook in (self.module_forward_pre_hook, self.module_forward_post_hook):
+            if hook is not None:
+                hook.remove()
         self.destroy()
 
     # ---- the two things it does
@@ -159,7 +166,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
         """Forward, backward and optimizer step.
 
         Args:
-            micro_batches: this data-parallel rank's part of the batch; the same on all of its stages. Shapes may differ.
+            micro_batches: this data-parallel rank's part of the batch; the same on all of its stages. Shapes may
+                differ.
             counts: [X] trained tokens of each exit in the whole global batch.
 
         Returns:

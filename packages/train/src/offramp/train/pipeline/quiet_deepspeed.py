@@ -16,13 +16,14 @@ try:
 finally:
     logging.disable(_quiet_until)
 
-# DeepSpeed builds a shared-memory all-reduce in C++ when it starts on CPU, which needs a compiler and half a minute, and
-# fails without one. Nothing here uses it.
+# DeepSpeed builds a shared-memory all-reduce in C++ when it starts on CPU, which needs a compiler and half a minute,
+# and fails without one. Nothing here uses it.
 __compatible_ops__["deepspeed_shm_comm"] = False
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 def use_device(device: torch.device) -> None:
     """Make DeepSpeed compute where the trainer does; left alone, it takes any GPU it finds."""
-    if device.type == "cpu" and deepspeed.get_accelerator().device_name() != "cpu":
+    accelerator = deepspeed.get_accelerator()
+    if device.type == "cpu" and (accelerator is None or accelerator.device_name() != "cpu"):
         set_accelerator(CPU_Accelerator())

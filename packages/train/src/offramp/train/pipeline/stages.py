@@ -1,7 +1,7 @@
 """A `MultiExitTransformer` cut into pipeline stages: the plan, and one stage's part of the model.
 
-A stage is the model with modules missing: its parameters have the names they have in the whole model. Checkpoints of any
-number of stages are therefore the same set of named tensors.
+A stage is the model with modules missing: its parameters have the names they have in the whole model. Checkpoints of
+any number of stages are therefore the same set of named tensors.
 
 Legend: B batch, T time, D model, F feed-forward, V vocabulary, L layers, S stages.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +149,7 @@ def plan_stages(
     if bounds is None:
         return StagePlan(config, exits, _balanced(layer_costs(config, exits, labelled_share), num_stages))
     edges = (0, *bounds, config.num_layers)
-    if len(edges) != num_stages + 1 or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+    if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
         raise OfframpError(
             f"stage_bounds {list(bounds)} must be {num_stages - 1} ascending layer numbers inside 1.."
             f"{config.num_layers - 1}: the last layer of every stage but the last."

@@ -1,7 +1,8 @@
 """`trainer.strategy: deepspeed_pipeline`: a `MultiExitModule` on pipeline stages, on CPU (gloo) and CUDA.
 
-One Lightning batch is one optimizer step: the strategy cuts it into micro-batches and runs the whole 1F1B schedule and the
-step within `training_step`. So `global_step`, schedules, `max_steps` and checkpoint intervals all count optimizer steps.
+One Lightning batch is one optimizer step: the strategy cuts it into micro-batches and runs the whole 1F1B schedule
+and the step within `training_step`. So `global_step`, schedules, `max_steps` and checkpoint intervals all count
+optimizer steps.
 
 What the trainer may say with it: `devices` (times `num_nodes`) a multiple of `pipe`, the rest being data-parallel
 replicas; `precision` 32-true or bf16-mixed (autocast over fp32 weights); `gradient_clip_val` by norm;
@@ -161,13 +162,13 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         module = self.module
         if type(module).training_step is not MultiExitModule.training_step:
             raise OfframpError(f"{type(module).__name__} does not run on {NAME}; train it with strategy: auto or ddp.")
-        if module.objective.distill > 0.0 and module.stages.stage.plan.num_stages > 1:
-            plan = module.stages.stage.plan
+        if module.objective.distill > 0.0:
+            plan = cast("StageModule", module.stages).stage.plan
             early = [layer for stage in range(self.pipe - 1) for layer in plan.exits_of(stage)]
             if early:
                 raise OfframpError(
-                    f"distill {module.objective.distill} needs the final logits, which the exits {early} before the last "
-                    f"stage do not see; set distill to 0, or move them with stage_bounds {[min(early)] * (self.pipe - 1)}."
+                    f"distill {module.objective.distill} needs the final logits, which the exits {early} before the "
+                    "last stage do not see; set distill to 0, or choose stage_bounds before the first of them."
                 )
         super().setup(trainer)
 
@@ -195,7 +196,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         optimizer, scheduler = self._init_optimizers()
         self.model = engine = self._make_engine(optimizer)
-        self.optimizers = [engine.optimizer]
+        self.optimizers = [cast("torch.optim.Optimizer", engine.optimizer)]
         # Lightning steps the schedule, once per batch; the optimizers of ZeRO share the groups of the one within them.
         self.lr_scheduler_configs = [] if scheduler is None else [scheduler]
 
@@ -223,13 +224,13 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         return False
 
     @override
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # pyright: ignore
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Forward, backward and optimizer step."""
         module, engine = self.module, self.engine
         if batch_idx == 0 and len(batch[0]) < self.micro_batches:
             raise OfframpError(
-                f"a batch of {len(batch[0])} rows cannot be cut into {self.micro_batches} micro-batches; enlarge the batch "
-                "or lower micro_batches."
+                f"a batch of {len(batch[0])} rows cannot be cut into {self.micro_batches} micro-batches; enlarge the "
+                "batch or lower micro_batches."
             )
         micro = module.prepare(batch, training=True)
         counts = module.objective.counts(micro)
@@ -286,8 +287,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         path = Path(checkpoint_path)
         if not (path / RECORD_FILE).is_file():
             raise OfframpError(
-                f"{path} is not a checkpoint of {NAME}; turn it into a checkpoint directory with 'offramp export' and start "
-                "from that."
+                f"{path} is not a checkpoint of {NAME}; turn it into a checkpoint directory with 'offramp export' and "
+                "start from that."
             )
         record = read_json(path / RECORD_FILE)
         if self.module.trainer.state.fn != TrainerFn.FITTING:
@@ -295,8 +296,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             return {"pytorch-lightning_version": record["lightning"], "state_dict": {}, "global_step": 0, "epoch": 0}
         if record["processes"] != self._layout():
             raise OfframpError(
-                f"{path} was written by {record['processes']}, this run has {self._layout()}; resume on the same layout, or "
-                "start a new run from its weights ('offramp export')."
+                f"{path} was written by {record['processes']}, this run has {self._layout()}; resume on the same "
+                "layout, or start a new run from its weights ('offramp export')."
             )
         return super().load_checkpoint(path, weights_only)
 
