@@ -137,7 +137,7 @@ def algorithm_1(model: MultiExitTransformer, jobs: list[Job]) -> list[tuple[list
 @torch.inference_mode()
 def test_batch_synchronised_exit_is_algorithm_1(head: HeadKind) -> None:
     model = tiny_model(ExitConfig((1, 2, 3), head), seed=5)
-    thresholds = dict.fromkeys((1, 2, 3), 0.05)
+    thresholds: dict[int, float] = {1: 0.05, 2: 0.05, 3: 0.05}
     policies = [
         ExitPolicy("margin", thresholds),
         ExitPolicy("max_probability", {1: 0.1, 3: 0.1}),  # may leave at 2 because it was sure at 1

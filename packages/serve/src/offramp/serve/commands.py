@@ -20,7 +20,7 @@ serve = Command(
     step=51,
 )
 bench = Command(
-    summary="Measure speed, exit depth and agreement with the full model for each exit policy",
+    summary="Measure decode speed at full depth and with early exits, beside transformers",
     main="offramp.serve.cli.bench:main",
     step=60,
 )
