@@ -18,7 +18,7 @@ $(READY): pyproject.toml $(wildcard packages/*/pyproject.toml) constraints.txt s
 setup: $(READY) ## Make .venv with everything in it (the other targets do it when it is missing or stale)
 
 demo: $(READY) ## Go the whole way: train exits, calibrate, serve on TorchServe, ask it, compare
-	@python demo/run.py $(ARGS)
+	@python -m demo $(ARGS)
 
 test: $(READY) ## Run all tests (ARGS="-k scheduler" picks some)
 	python -m pytest $(ARGS)

@@ -354,6 +354,7 @@ def test_when_the_engine_has_died_requests_fail_with_the_cause(
         ({"kv_policy": "full"}, None, "full"),
         ({"exit_policy": "early"}, ExitPolicy(thresholds={1: 0.9, 2: 0.8}), "fill"),
         ({"threshold": 0.5}, ExitPolicy(thresholds={1: 0.5, 2: 0.5}), "fill"),
+        ({"thresholds": {"2": 0.5}}, ExitPolicy(thresholds={2: 0.5}), "fill"),
         ({"min_exit_layer": 2}, ExitPolicy(thresholds={1: 0.9, 2: 0.8}, min_layer=2), "fill"),
     ],
 )
@@ -372,12 +373,19 @@ def test_exit_options(options: dict[str, Any], policy: ExitPolicy | None, kv_pol
         ({"threshold": 0.5}, {"exit_layers": (), "policy": None}),
         ({"exit_policy": "early"}, {"policy": None}),
         ({"min_exit_layer": 2}, {"policy": None}),
+        ({"threshold": 0.5, "thresholds": {"1": 0.5}}, {}),
+        ({"thresholds": {}}, {}),
     ],
 )
 def test_exit_options_that_make_no_sense_are_refused(options: dict[str, Any], changes: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
         exit_options(OfframpOptions(**options), card(**changes))
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("thresholds", [{"3": 0.5}, {"two": 0.5}, {"1": "high"}, [0.5]])
+def test_thresholds_at_no_exit_are_400(service: OpenAIService, thresholds: object) -> None:
+    refusal(service.open(COMPLETIONS, body(prompt=[4], offramp={"thresholds": thresholds}), "1"), 400)
 
 
 def test_an_unknown_kv_policy_is_400(service: OpenAIService) -> None:

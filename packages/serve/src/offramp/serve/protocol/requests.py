@@ -59,6 +59,11 @@ def _as_stops(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _as_layer(value: object) -> object:
+    # The keys of a JSON object are strings.
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 class _Body(BaseModel):
     """Strict: no unknown field, no number in a string, no infinity."""
 
@@ -71,6 +76,7 @@ class OfframpOptions(_Body):
     Attributes:
         exit_policy: ``early`` lets tokens leave at the checkpoint's exits; ``full`` runs every layer.
         threshold: The confidence that lets a token leave, at every exit, in place of the calibrated thresholds.
+        thresholds: The same, exit by exit (``{"10": 0.9}``); an exit that is not named stays closed.
         kv_policy: Where the keys and values of skipped layers come from.
         min_exit_layer: No token leaves below this layer.
         return_exit_layers: Report the exit layer of every generated token.
@@ -78,6 +84,7 @@ class OfframpOptions(_Body):
 
     exit_policy: Literal["full", "early"] | None = None
     threshold: float | None = None
+    thresholds: dict[Annotated[int, BeforeValidator(_as_layer)], float] | None = None
     kv_policy: str | None = None
     min_exit_layer: int | None = Field(default=None, ge=1)
     return_exit_layers: bool = False

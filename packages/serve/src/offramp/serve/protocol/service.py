@@ -197,8 +197,7 @@ def exit_options(options: OfframpOptions, card: ModelCard) -> ExitOptions:
         ApiError: 400 for early exits where the model has none, and for options that exclude each other.
         OfframpError: The engine's own objection to a value.
     """
-    named = {"threshold": options.threshold, "min_exit_layer": options.min_exit_layer}
-    wishes = [name for name, value in named.items() if value is not None]
+    wishes = [name for name in ("threshold", "thresholds", "min_exit_layer") if getattr(options, name) is not None]
     if options.exit_policy == "full" or options.kv_policy == "full":
         if options.exit_policy == "early" or options.kv_policy not in (None, "full"):
             raise bad_request("'offramp.exit_policy' and 'offramp.kv_policy' contradict each other.", param="offramp")
@@ -215,11 +214,17 @@ def exit_options(options: OfframpOptions, card: ModelCard) -> ExitOptions:
             f"'offramp.{wishes[0]}' needs early exits, and this model has none.", param=f"offramp.{wishes[0]}"
         )
     policy = card.policy
+    if options.threshold is not None and options.thresholds is not None:
+        raise bad_request("Give 'offramp.threshold' or 'offramp.thresholds', not both.", param="offramp.threshold")
     if options.threshold is not None:
         policy = (policy or ExitPolicy()).with_threshold(options.threshold, card.exit_layers)
+    if options.thresholds is not None:
+        policy = dataclasses.replace(policy or ExitPolicy(), thresholds=options.thresholds)
+        policy.check(card.exit_layers)
     if wishes and (policy is None or not policy.thresholds):
         raise bad_request(
-            "This model has exits but no thresholds of its own; give 'offramp.threshold'.", param="offramp.threshold"
+            "This model has exits but no thresholds of its own; give 'offramp.threshold'.",
+            param="offramp.threshold",
         )
     if options.min_exit_layer is not None and policy is not None:
         policy = dataclasses.replace(policy, min_layer=options.min_exit_layer)

