@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers.tiny import tiny_checkpoint
+from offramp.common.cli import main
+from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.policy import ExitPolicy
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    policy = ExitPolicy("margin", {1: 0.3, 2: 0.3})
+    return tiny_checkpoint(tmp_path_factory.mktemp("generate") / "model", ExitConfig((1, 2), "norm"), policy)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    code = main(["generate", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def rows(output: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def test_json_lines_in_input_order(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = ['"hello"', '{"prompt": "a b c"}', "", '{"messages": [{"role": "user", "content": "hello"}]}']
+    prompts.write_text("\n".join(lines), encoding="utf-8")
+    code, out, err = run(capsys, directory, "--prompts", prompts, "--max-tokens", "6", "--json", "--max-num-seqs", "2")
+    assert code == 0
+    found = rows(out)
+    assert [set(row) for row in found] == [{"text", "token_ids", "exit_layers", "finish_reason", "usage"}] * 3
+    assert "layers on average" in err
+    for line, row in zip(("hello", "a b c"), found, strict=False):
+        _, alone, _ = run(capsys, directory, "--prompt", line, "--max-tokens", "6", "--json")
+        assert rows(alone) == [row]
+    _, chat, _ = run(capsys, directory, "--prompt", "hello", "--chat", "--max-tokens", "6", "--json")
+    assert rows(chat) == found[2:]
+
+
+def test_exits_follow_the_options(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def layers(*options: str) -> object:
+        code, out, _ = run(capsys, directory, "--prompt", "hello", "--max-tokens", "5", "--json", *options)
+        assert code == 0
+        return rows(out)[0]["exit_layers"]
+
+    assert layers("--kv-policy", "full") == [4] * 5
+    assert layers("--threshold", "1.5") == [4] * 5
+    assert layers("--measure", "cosine", "--threshold", "-2") == [4, 1, 1, 1, 1]
+    assert layers("--threshold", "-2", "--sync-policy", "all", "--dtype", "bf16") == [4, 1, 1, 1, 1]
+
+
+def test_seeds_reproduce_draws(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompt", "hello", "--temperature", "1.5", "--top-k", "50", "--top-p", "0.95", "--json"]
+    first, second, other = (
+        run(capsys, directory, *options, "--max-tokens", "12", "--seed", seed)[1] for seed in ("1", "1", "2")
+    )
+    assert first == second != other
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-policy", "full", "--threshold", "0.5"], "runs every layer"),
+        (["--measure", "cosine"], "no thresholds for the measure 'cosine'"),
+        (["--max-tokens", "1000"], "more than the 256"),
+        (["--temperature", "-1"], "temperature -1.0"),
+    ],
+)
+def test_faults_are_one_sentence(
+    directory: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, directory, "--prompt", "hello", *options)
+    assert code == 1
+    assert out == ""
+    assert message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no prompt"),
+        ("{", "line 1 is not JSON"),
+        ('"ok"\n{"text": 1}', "line 2 is neither"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "role"),
+    ],
+)
+def test_a_faulty_prompt_file_names_the_place(
+    directory: Path, tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text, encoding="utf-8")
+    code, _, err = run(capsys, directory, "--prompts", file)
+    assert code == 1
+    assert message in err.splitlines()[-1]
+
+
+def test_a_model_without_exits_has_no_thresholds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = tiny_checkpoint(tmp_path / "plain")
+    code, out, _ = run(capsys, plain, "--prompt", "hello", "--max-tokens", "3", "--json")
+    assert code == 0
+    assert rows(out)[0]["exit_layers"] == [4, 4, 4]
+    code, _, err = run(capsys, plain, "--prompt", "hello", "--threshold", "0.5")
+    assert code == 1
+    assert "has none" in err
+
+
+def test_bench_measures_every_contestant(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--batch",
+        "1,3",
+        "--prompt-tokens",
+        "4",
+        "--new-tokens",
+        "5",
+        "--repeat",
+        "2",
+        "--exit-at",
+        "1",
+        "--json",
+    ]
+    assert main(["bench", "engine", str(directory), *options, "--against", "transformers"]) == 0
+    found = rows(capsys.readouterr().out)
+    assert [(row["batch"], row["mean_layers"]) for row in found] == [
+        (batch, layers) for batch in (1, 3) for layers in (4, 4, 1, 1)
+    ]
+    assert all(isinstance(row["decode_tokens_per_s"], float) and row["decode_tokens_per_s"] > 0 for row in found)
