@@ -277,6 +277,23 @@ def test_nothing_is_left_behind_when_saving_fails(directory: Path, monkeypatch: 
     assert [file.name for file in directory.parent.iterdir()] == ["model"]
 
 
+def test_the_old_directory_comes_back_when_the_new_one_cannot_take_its_place(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {file.name: file.read_bytes() for file in directory.iterdir()}
+    checkpoint, replace = load_checkpoint(directory), Path.replace
+
+    def stumble(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise OSError(5, "Input/output error")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", stumble)
+    with pytest.raises(OfframpError, match="cannot be written"):
+        save_checkpoint(directory, checkpoint, overwrite=True)
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == before
+
+
 def test_saving_over_itself_keeps_everything(directory: Path) -> None:
     before = {file.name: file.read_bytes() for file in directory.iterdir()}
     with pytest.raises(OfframpError, match="already exists"):
