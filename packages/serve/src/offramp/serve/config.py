@@ -28,7 +28,8 @@ class EngineConfig:
             At least `max_num_seqs`, so that every running request can advance in every iteration. A longer prompt is
             prefilled in chunks.
         max_waiting: most requests that wait for a seat; one more is refused (`QueueFullError`).
-        max_model_len: most tokens of one request, prompt and completion together; None is the model's own limit.
+        max_model_len: most tokens of one request, prompt and completion together; None is the model's own limit. Rotary
+            frequencies of `dynamic` scaling are made for this length, so that tokens do not depend on neighbours.
         sync_policy: when rows that are sure may leave an iteration; see `SyncPolicy`.
         dtype: of weights, states and KV cache; logits, confidences and sampling are always float32.
         num_threads: CPU threads of the engine's operations; None leaves torch's own choice.
