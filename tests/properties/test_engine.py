@@ -1,0 +1,58 @@
+"""Whatever comes, goes or is cancelled beside it: a request says what it says alone, and every block comes back."""
+
+from __future__ import annotations
+
+import functools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.engines import Job, drain, make_engine, random_jobs, run_jobs
+from helpers.tiny import tiny_model
+from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.policy import ExitPolicy
+from offramp.common.model.transformer import MultiExitTransformer
+
+NUM_BLOCKS = 40
+POLICIES = [
+    ExitPolicy("margin", {1: 0.2, 2: 0.2}),
+    ExitPolicy("cosine", {1: 0.5, 2: 0.5}),
+    ExitPolicy("entropy", {2: 0.3}, shortlist=tuple(range(5, 80))),
+    None,
+]
+
+
+@functools.cache
+def model() -> MultiExitTransformer:
+    # The block of a head has a cache of its own, and a window forgets: the hardest to get right together.
+    return tiny_model(ExitConfig((1, 2), "block"), seed=1, model_type="mistral", sliding_window=6)
+
+
+@functools.cache
+def alone() -> list[tuple[Job, tuple[list[int], list[int]]]]:
+    jobs = random_jobs(POLICIES * 2, seed=6)
+    return [(job, run_jobs(make_engine(model()), [job])[0]) for job in jobs]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(data=st.data(), seats=st.integers(1, 5), chunk=st.integers(0, 12))
+def test_requests_do_not_touch_each_other(data: st.DataObject, seats: int, chunk: int) -> None:
+    engine = make_engine(
+        model(), num_blocks=NUM_BLOCKS, max_num_seqs=seats, max_tokens_per_iteration=seats + chunk, max_waiting=64
+    )
+    kept = []
+    for number in range(data.draw(st.integers(1, 8), "requests")):
+        job, expected = alone()[data.draw(st.integers(0, len(alone()) - 1), "job")]
+        request = job.request(str(number))
+        engine.add_request(request)
+        for _ in range(data.draw(st.integers(0, 6), "steps")):
+            engine.step()
+        if data.draw(st.integers(0, 3), "fate") == 0:
+            engine.cancel(request.request_id)
+        else:
+            kept.append((request, expected))
+    drain(engine)
+    for request, expected in kept:
+        assert request.error is None
+        assert (request.output_token_ids, request.exit_layers) == expected
+    assert engine.num_free_blocks == NUM_BLOCKS
