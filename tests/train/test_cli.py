@@ -11,9 +11,10 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from helpers.tiny import tiny_tokenizer
+from helpers.tiny import tiny_checkpoint, tiny_tokenizer
 from offramp.common.cli import main
 from offramp.common.errors import OfframpError
+from offramp.common.exits.config import ExitConfig
 from offramp.train.cli import build, explain, run
 from offramp.train.recipe import parse_command_line
 from offramp.train.tracking.logger import RUN_FILE
@@ -134,6 +135,7 @@ def test_the_status_of_a_run_is_the_truth(here: Path, trouble: str, status: str,
     assert logged.data.params["model/init_args/trouble"] == trouble
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_run_and_sigterm_ends_both(here: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "offramp.common.cli", "fit"]
@@ -199,6 +201,27 @@ def test_usage_faults_and_help(here: Path, capsys: pytest.CaptureFixture[str]) -
     assert "unexpected argument 'recipe.yaml'" in capsys.readouterr().err
     assert main(["fit", "-c", "nowhere.yaml"]) == 1
     assert "offramp: error: there is no configuration file nowhere.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test"])
+def test_help_lists_the_keys(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"usage: offramp {command} -c FILE" in shown
+    for key in ("max_steps: int", "sequence_length: int = 512", "exit_weights", "default_root_dir"):
+        assert key in shown
+
+
+def test_the_default_model_is_built_and_trained(here: Path) -> None:
+    tiny_checkpoint("model", ExitConfig(layers=(2,)))
+    text = RECIPE.replace("class_path: helpers.probe.Probe, lr: 1e-3", "checkpoint: model, optimizer: {lr: 1e-3}")
+    Path("recipe.yaml").write_text(text.replace("tokenizer: tokenizer", "tokenizer: ${model.checkpoint}"))
+    assert run("fit", argv(model__optimizer__warmup_steps="2", trainer__val_check_interval="2")) == 0
+    (logged,) = runs()
+    assert logged.info.status == "FINISHED"
+    assert {"train/loss_exit_02", "val/loss_exit_02"} <= set(logged.data.metrics)
+    with pytest.raises(OfframpError, match=r"did you mean 'warmup_steps'"):
+        run("fit", argv(model__optimizer__warmup_step="2"))
 
 
 def test_explain_survives_what_it_does_not_know() -> None:

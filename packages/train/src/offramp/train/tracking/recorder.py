@@ -37,7 +37,8 @@ class RunRecorder(pl.Callback):
         if trainer.is_global_zero:
             directory = Path(trainer.default_root_dir)
             directory.mkdir(parents=True, exist_ok=True)
-            name = CONFIG_FILE if stage == "fit" else f"{stage}-{CONFIG_FILE}"
+            word = str(getattr(stage, "value", stage))  # Lightning hands an enumeration
+            name = CONFIG_FILE if word == "fit" else f"{word}-{CONFIG_FILE}"
             (directory / name).write_text(text, encoding="utf-8")
             for logger in loggers:
                 logger.log_hyperparams(self.config)
@@ -50,8 +51,8 @@ class Termination(pl.Callback):
     """Turns SIGTERM into an exception at once, wherever the program is.
 
     Lightning waits for the end of the step and, with several ranks, starts a collective within the signal handler,
-    which deadlocks with the collectives of a pipeline. This handler is in force from before the trainer is built, and takes
-    over again after Lightning has put in its own.
+    which deadlocks with the collectives of a pipeline. This handler is in force from before the trainer is built, and
+    takes over again after Lightning has put in its own.
     """
 
     def __init__(self) -> None:
