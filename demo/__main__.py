@@ -213,7 +213,7 @@ def serve_and_measure(archives: Path, calibrated: Path, data: Path, out: Path, c
                 max_tokens=MAX_TOKENS,
                 concurrency=CONCURRENCY,
                 rounds=ROUNDS,
-                on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+                on_progress=lambda done, total, task=task: bar.update(task, completed=done, total=total),
             )
         full = found[0].tokens_per_second
         measurements += [one.compared(full, references) for one in (found if not measurements else found[1:])]
@@ -251,15 +251,14 @@ def closing_words(work: Path, results: list[Measurement], console: Console, seco
     """Table, picture, and what to try next."""
     exits = (*EXITS, max(layer for one in results for layer in one.layers))
     console.print()
-    console.print(
-        results_table(results, exits, f"{ROWS['test']} unseen cron expressions through TorchServe, {CONCURRENCY} at a time")
-    )
+    title = f"{ROWS['test']} unseen cron expressions through TorchServe, {CONCURRENCY} at a time"
+    console.print(results_table(results, exits, title))
     picture = work / "exit_depth.png"
     draw_exit_depths(results[1] if len(results) > 1 else results[0], exits, picture)
     folder = os.path.relpath(work / "register" / "regroup")
     console.print(
-        f"\nThis run took {seconds:.0f} s. The model is 135M weights dequantised from 4 bits, the task is synthetic and "
-        "narrow: that is where\nearly exit pays. Thresholds were chosen on held-out text, without a guarantee.\n"
+        f"\nThis run took {seconds:.0f} s. The model is 135M weights dequantised from 4 bits, the task is synthetic\n"
+        "and narrow: that is where early exit pays. Thresholds were chosen on held-out text, without a guarantee.\n"
         f"\nExit depth of every token: {os.path.relpath(picture)}\n\nTry next:\n"
         f"  offramp serve {folder}     and ask it something\n"
         f"  offramp generate {os.path.relpath(work / 'calibrate' / 'model')} "

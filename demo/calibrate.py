@@ -1,8 +1,8 @@
 """Thresholds from held-out text: simple, honest, and without a guarantee (that takes a statistical test).
 
 Two things are kept apart that are easily confused. *Where* the thresholds of the exits stand relative to each other is
-chosen by teacher forcing: along the full model's own texts, each exit gets the lowest threshold above which it says what
-the full model says in at least a share `precision` of the tokens. *How strict* they all are is chosen by really
+chosen by teacher forcing: along the full model's own texts, each exit gets the lowest threshold above which it says
+what the full model says in at least a share `precision` of the tokens. *How strict* they all are is chosen by really
 generating with them, through the engine and with the keys and values that serving will use, since one early token
 changes every token after it.
 
@@ -143,7 +143,7 @@ def _teacher_forced(
     full: Sequence[Completion],
     on_progress: Callable[[str, int, int], None],
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """For each exit: confidences and whether it agrees with the full model, over all tokens but the first of each text."""
+    """For each exit: confidences, and agreement with the full model, over all tokens but the first of each text."""
     model, shortlist = checkpoint.model, template.shortlist
     found: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in checkpoint.exits.layers}
     for number, (prompt, completion) in enumerate(zip(prompts, full, strict=True)):

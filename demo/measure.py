@@ -153,9 +153,7 @@ async def _measure(
                 start = time.perf_counter()
                 answers[name] = list(await asyncio.gather(*(ask(prompt, options) for prompt in prompts)))
                 seconds[name].append(time.perf_counter() - start)
-    return [
-        Measurement(name, answers[name], sorted(seconds[name])[len(seconds[name]) // 2]) for name in settings
-    ]
+    return [Measurement(name, answers[name], sorted(seconds[name])[len(seconds[name]) // 2]) for name in settings]
 
 
 def _common_prefix(ours: str, theirs: str) -> int:

@@ -16,7 +16,7 @@ from offramp.serve.config import DEFAULT_KV_CACHE_BYTES, EngineConfig
         ({"num_blocks": 8, "kv_cache_bytes": 4096}, "give one of them"),
         ({"max_num_seqs": 8, "max_tokens_per_iteration": 7}, "7 is below max_num_seqs 8"),
         ({"sync_policy": "some"}, "all, regroup"),
-        ({"dtype": "float16"}, "float32, bfloat16"),
+        ({"dtype": "fp16"}, "fp32, bf16"),
     ],
 )
 def test_refuses_with_the_value_and_the_remedy(settings: dict[str, object], words: str) -> None:

@@ -99,10 +99,10 @@ def test_a_name_that_cannot_stand_in_a_url_is_refused(checkpoint: Path, tmp_path
 
 
 def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert archive_main([str(checkpoint), str(tmp_path / "store" / "m"), "--dtype", "bfloat16"]) == 0
+    assert archive_main([str(checkpoint), str(tmp_path / "store" / "m"), "--dtype", "bf16"]) == 0
     assert "model m, version 1.0" in capsys.readouterr().out
     config = yaml.safe_load((tmp_path / "store" / "m" / "model-config.yaml").read_text())
-    assert config["engine"] == {"dtype": "bfloat16"}
+    assert config["engine"] == {"dtype": "bf16"}
     with pytest.raises(OfframpError, match="max_num_seqs"):
         archive_main([str(checkpoint), str(tmp_path / "n"), "--max-num-seqs", "0"])
 

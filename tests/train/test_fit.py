@@ -240,7 +240,7 @@ def test_export_refuses_what_is_no_training_checkpoint(tmp_path: Path, checkpoin
 
 def test_export_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(str(checkpoint), str(tmp_path / "x.ckpt"), max_steps=1)
-    assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
     assert str(tmp_path / "out") in capsys.readouterr().out
     assert load_checkpoint(tmp_path / "out").model.norm.weight.dtype == torch.bfloat16
     with pytest.raises(OfframpError, match="already exists"):

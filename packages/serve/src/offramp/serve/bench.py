@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offramp.common.checkpoint import load_checkpoint
+from offramp.common.checkpoint import DTYPES, load_checkpoint
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.config import Dtype, EngineConfig, SyncPolicy
@@ -179,7 +179,7 @@ def _engine(engine: Engine, exits: ExitOptions) -> Run:
 def _transformers(path: str | os.PathLike[str], dtype: Dtype) -> Run:
     from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=getattr(torch, dtype), local_files_only=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=DTYPES[dtype], local_files_only=True)
     model: Any = loaded.eval()
 
     class Clock(StoppingCriteria):

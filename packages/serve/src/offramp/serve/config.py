@@ -10,7 +10,7 @@ from offramp.common.errors import OfframpError
 SyncPolicy = Literal["all", "regroup"]
 """`all`: rows leave only together, once every row of the iteration is sure; `regroup`: each row leaves on its own."""
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["fp32", "bf16"]
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
@@ -43,7 +43,7 @@ class EngineConfig:
     max_waiting: int = 256
     max_model_len: int | None = None
     sync_policy: SyncPolicy = "regroup"
-    dtype: Dtype = "float32"
+    dtype: Dtype = "fp32"
     num_threads: int | None = None
 
     def __post_init__(self) -> None:

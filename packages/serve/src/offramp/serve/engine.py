@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from offramp.common.checkpoint import Checkpoint, load_checkpoint
+from offramp.common.checkpoint import DTYPES, Checkpoint, load_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.tokenizer import load_tokenizer
-from offramp.serve.config import Dtype, EngineConfig
+from offramp.serve.config import EngineConfig
 from offramp.serve.executor import Executor, ExecutorStats
 from offramp.serve.exit_test import ExitRules, RequestExits
 from offramp.serve.kv_cache.block_pool import BlockPool
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-_DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(eq=False)
@@ -95,7 +93,7 @@ class Engine:
         self.config = config = config or EngineConfig()
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        model, dtype = checkpoint.config, _DTYPES[config.dtype]
+        model, dtype = checkpoint.config, DTYPES[config.dtype]
         limit = model.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > limit:
             raise OfframpError(
@@ -141,7 +139,7 @@ class Engine:
         """
         config = config or EngineConfig()
         tokenizer = load_tokenizer(path)
-        checkpoint = load_checkpoint(path, dtype=_DTYPES[config.dtype], exits=exits)
+        checkpoint = load_checkpoint(path, dtype=DTYPES[config.dtype], exits=exits)
         return cls(checkpoint, config, tokenizer, release_weights=True)
 
     @property

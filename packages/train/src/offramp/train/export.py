@@ -15,13 +15,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from offramp.common.checkpoint import Checkpoint, save_checkpoint
+from offramp.common.checkpoint import DTYPES, Checkpoint, save_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
@@ -37,8 +37,6 @@ STAGES = "checkpoint"
 """Its folder with the stages."""
 MODEL_PREFIX = "model."
 """What stands before the parameters' names in a Lightning file."""
-
-DType = Literal["float32", "bfloat16", "float16"]
 
 
 def make_record(
@@ -97,7 +95,7 @@ def export_checkpoint(
     target: str | os.PathLike[str],
     *,
     overwrite: bool = False,
-    dtype: DType = "float32",
+    dtype: str = "fp32",
     assets: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Write a checkpoint directory from a training checkpoint.
@@ -106,7 +104,7 @@ def export_checkpoint(
         source: Lightning file, or directory of `deepspeed_pipeline`.
         target: directory to create.
         overwrite: replace an existing checkpoint directory.
-        dtype: of the weights; `float32` is what was trained.
+        dtype: of the weights, a name in `DTYPES`; `fp32` is what was trained.
         assets: directory with tokenizer and generation files; the one that training started from if None.
 
     Raises:
@@ -129,7 +127,7 @@ def export_checkpoint(
         )
     model.load_state_dict(weights, assign=True)
     checkpoint = Checkpoint(
-        model=model.to(dtype=getattr(torch, dtype)),
+        model=model.to(dtype=DTYPES[dtype]),
         hf_config=record["hf_config"],
         policy=ExitPolicy.from_json(record["policy"]) if record["policy"] else None,
         provenance=record["provenance"],
@@ -147,7 +145,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="training checkpoint")
     parser.add_argument("out", metavar="OUT", help="directory to create")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint directory")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the weights")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of the weights")
     parser.add_argument("--assets", metavar="DIR", help="where the tokenizer is, if the starting directory has moved")
     arguments = parser.parse_args(argv)
     written = export_checkpoint(

@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, get_args
 
 from tqdm import tqdm
 
-from offramp.serve.cli.generate import DTYPES
+from offramp.serve.config import Dtype
 
 if TYPE_CHECKING:
     from offramp.serve.bench import Result
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--batch", type=_counts, default=[1, 8, 32], metavar="N,...", help="(default: 1,8,32)")
     engine.add_argument("--prompt-tokens", type=_count, default=128, metavar="N", help="(default: %(default)s)")
     engine.add_argument("--new-tokens", type=_count, default=64, metavar="N", help="(default: %(default)s)")
-    engine.add_argument("--dtype", type=_dtypes, default=["float32"], metavar="fp32,bf16", help="(default: fp32)")
+    engine.add_argument("--dtype", type=_dtypes, default=["fp32"], metavar="fp32,bf16", help="(default: fp32)")
     engine.add_argument("--repeat", type=_count, default=3, metavar="R", help="(default: %(default)s)")
     engine.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: torch's choice)")
     engine.add_argument(
@@ -104,8 +104,8 @@ def _counts(text: str) -> list[int]:
     return [_count(part) for part in text.split(",")]
 
 
-def _dtypes(text: str) -> list[Any]:
-    try:
-        return [DTYPES[part] for part in text.split(",")]
-    except KeyError as name:
-        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(DTYPES)}") from None
+def _dtypes(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in get_args(Dtype)]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(get_args(Dtype))}")
+    return names

@@ -22,8 +22,6 @@ if TYPE_CHECKING:  # importing these takes seconds, and `--help` needs none of t
     from offramp.serve.engine import Engine
     from offramp.serve.offline import Completion
 
-DTYPES: dict[str, Dtype] = {"fp32": "float32", "bf16": "bfloat16"}
-
 
 def main(argv: list[str]) -> int:
     """Runs the command with its arguments."""
@@ -35,9 +33,7 @@ def main(argv: list[str]) -> int:
         top_p=options.top_p,
         seed=options.seed,
     )
-    config = EngineConfig(
-        dtype=DTYPES[options.dtype], sync_policy=options.sync_policy, max_num_seqs=options.max_num_seqs
-    )
+    config = EngineConfig(dtype=options.dtype, sync_policy=options.sync_policy, max_num_seqs=options.max_num_seqs)
     conversations = _conversations(options)
 
     from offramp.serve.engine import Engine
@@ -127,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         default="regroup",
         help="all: tokens of a batch leave together; regroup: each on its own (default: %(default)s)",
     )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="fp32", help="(default: %(default)s)")
     parser.add_argument("--max-num-seqs", type=int, default=32, metavar="N", help="batch size (default: %(default)s)")
     parser.add_argument(
         "--json",
