@@ -140,12 +140,12 @@ def test_two_processes_make_one_run_and_sigterm_ends_both(here: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "offramp.common.cli", "fit"]
     two = {"trainer__devices": "2", "trainer__strategy": "ddp", "data__batch_size": "1"}
-    done = subprocess.run([*command, *argv(**two)], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *argv(**two)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (logged,) = runs()
     assert logged.info.status == "FINISHED"
     killed = [*command, *argv(**two, model__trouble="terminate")]
-    done = subprocess.run(killed, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(killed, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 143, done.stderr
     assert sorted(logged.info.status for logged in runs()) == ["FINISHED", "KILLED"]
 
@@ -173,9 +173,9 @@ def test_two_processes_make_one_run_and_sigterm_ends_both(here: Path) -> None:
         ({"data__batch_size": "2.5"}, "'data.batch_size' must be int, but its value is 2.5"),
         ({"data__train__limit": "few"}, "'data.train.limit' must be int, but its value is few"),
         (
-            {"data__train__kind": "fils"},
-            "'data.train.kind' must be Literal.*files.*but its value is fils",
-        ),  # codespell:ignore
+            {"data__train__kind": "disk"},
+            "'data.train.kind' must be Literal.*files.*but its value is disk",
+        ),
         ({"data__train__limit": "0"}, "^source limit 0 must be at least 1"),
         ({"model__class_path": "helpers.probe.Prob"}, "'model'.*no attribute 'Prob'"),
         ({"trainer__strategy": "warp"}, "the configuration is refused.*invalid strategy.*warp"),

@@ -24,6 +24,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
 
 from offramp.common.errors import OfframpError
+from offramp.train.export import RECORD_FILE
 from offramp.train.pipeline.registration import register_strategy
 from offramp.train.recipe import RecipeArguments, load_recipe, parse_command_line
 from offramp.train.tracking.logger import OfframpMLFlowLogger
@@ -137,8 +138,8 @@ def last_checkpoint(trainer: pl.Trainer) -> str | None:
     """
     callback = trainer.checkpoint_callback
     directory = Path(getattr(callback, "dirpath", None) or Path(trainer.default_root_dir) / "checkpoints")
-    # DeepSpeed writes a directory, and the file `latest` in it when the rest is written.
-    complete = [path for path in directory.glob("*.ckpt") if path.is_file() or (path / "latest").is_file()]
+    # The pipeline writes a directory, and the record in it when the rest is written.
+    complete = [path for path in directory.glob("*.ckpt") if path.is_file() or (path / RECORD_FILE).is_file()]
     if not complete:
         rank_zero_info(f"no checkpoint in {directory} yet; starting from the beginning")
         return None

@@ -28,7 +28,8 @@ class OfframpModel(PythonModel):
         self.checkpoint = load_checkpoint(path)
         self.tokenizer = load_tokenizer(path)
 
-    def predict(
+    # The base class has an empty body, from which type checkers conclude that it returns nothing.
+    def predict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
     ) -> list[str]:
         """The texts that continue the prompts.
