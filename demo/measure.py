@@ -92,41 +92,41 @@ def measure(
     base_url: str,
     model: str,
     prompts: Sequence[str],
-    settings: dict[str, dict[str, Any]],
+    ways: dict[str, dict[str, Any]],
     *,
     max_tokens: int,
     concurrency: int,
     rounds: int,
     on_progress: Callable[[int, int], None],
 ) -> list[Measurement]:
-    """Serve all prompts under each setting.
+    """Ask all prompts in each way of serving.
 
     Args:
         base_url: of the server's OpenAI API.
         model: its name.
         prompts: what to ask, greedily.
-        settings: name -> the `offramp` object of the request.
+        ways: name -> the `offramp` object of the request.
         max_tokens: most tokens per answer.
         concurrency: requests in flight.
-        rounds: the settings take turns this many times; times are medians.
+        rounds: the ways take turns this many times; times are medians.
         on_progress: told how many requests are done, out of how many.
     """
-    return asyncio.run(_measure(base_url, model, prompts, settings, max_tokens, concurrency, rounds, on_progress))
+    return asyncio.run(_measure(base_url, model, prompts, ways, max_tokens, concurrency, rounds, on_progress))
 
 
 async def _measure(
     base_url: str,
     model: str,
     prompts: Sequence[str],
-    settings: dict[str, dict[str, Any]],
+    ways: dict[str, dict[str, Any]],
     max_tokens: int,
     concurrency: int,
     rounds: int,
     on_progress: Callable[[int, int], None],
 ) -> list[Measurement]:
-    done, total = 0, len(prompts) * len(settings) * rounds
+    done, total = 0, len(prompts) * len(ways) * rounds
     answers: dict[str, list[Answer]] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in settings}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     seats = asyncio.Semaphore(concurrency)
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=300) as client:
 
@@ -149,11 +149,11 @@ async def _measure(
         await ask(prompts[0], {})
         done = 0
         for _ in range(rounds):
-            for name, options in settings.items():
+            for name, options in ways.items():
                 start = time.perf_counter()
                 answers[name] = list(await asyncio.gather(*(ask(prompt, options) for prompt in prompts)))
                 seconds[name].append(time.perf_counter() - start)
-    return [Measurement(name, answers[name], sorted(seconds[name])[len(seconds[name]) // 2]) for name in settings]
+    return [Measurement(name, answers[name], sorted(seconds[name])[len(seconds[name]) // 2]) for name in ways]
 
 
 def _common_prefix(ours: str, theirs: str) -> int:
