@@ -15,8 +15,9 @@ from helpers.tiny import tiny_checkpoint, tiny_tokenizer
 from offramp.common.cli import main
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
-from offramp.train.cli import build, explain, run
+from offramp.train.cli import build, run
 from offramp.train.recipe import parse_command_line
+from offramp.train.recipe_errors import explain
 from offramp.train.tracking.logger import RUN_FILE
 
 RECIPE = """

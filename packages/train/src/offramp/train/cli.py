@@ -5,10 +5,8 @@ LightningCLI does the typing and building; merging is done in `recipe.py`. Every
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import inspect
-import re
+import logging
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,7 +16,6 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import torch.distributed
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info
@@ -26,7 +23,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from offramp.common.errors import OfframpError
 from offramp.train.export import RECORD_FILE
 from offramp.train.pipeline.registration import register_strategy
-from offramp.train.recipe import RecipeArguments, load_recipe, parse_command_line
+from offramp.train.recipe import RecipeArguments, import_object, load_recipe, parse_command_line
+from offramp.train.recipe_errors import explained
 from offramp.train.tracking.logger import OfframpMLFlowLogger
 from offramp.train.tracking.recorder import RunRecorder, Termination
 
@@ -96,6 +94,7 @@ def run(stage: Stage, argv: Sequence[str]) -> int:
     if not arguments.files:
         print(f"offramp {stage}: error: give a configuration file with -c FILE", file=sys.stderr)
         return EXIT_USAGE
+    _hush_libraries()
     with Termination() as termination:
         cli = build(arguments)
         cli.trainer.callbacks.insert(0, termination)  # pyright: ignore[reportAttributeAccessIssue]
@@ -119,6 +118,15 @@ def run(stage: Stage, argv: Sequence[str]) -> int:
             # Left to the interpreter's end, gloo's threads are now and then joined in an order that never returns.
             torch.distributed.destroy_process_group()
     return 0
+
+
+def _hush_libraries() -> None:
+    """Leave out what libraries say to their own developers, or for their makers' other products."""
+    for message in (r"`isinstance\(treespec, LeafSpec\)`", "Precision .* is not supported by the model summary"):
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "[litlogger]" not in record.getMessage() and "[litmodels]" not in record.getMessage()
+    )
 
 
 def _run_trainer(stage: Stage, cli: RecipeCLI, checkpoint: str | None) -> None:
@@ -192,7 +200,7 @@ def build(arguments: RecipeArguments) -> RecipeCLI:
     """
     recipe = with_defaults(load_recipe(arguments.files, arguments.overrides), arguments.files[-1].stem)
     register_strategy()
-    with _explained(recipe):
+    with explained(recipe):
         cli = RecipeCLI(recipe)
     trainer = cli.trainer
     for callback in cast("list[pl.Callback]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
@@ -231,7 +239,7 @@ def _print_help(stage: Stage) -> None:
     use = "resume" if stage == "fit" else "measure"
     print(_HELP.format(stage=stage, summary=_SUMMARIES[stage], use=use))
     print("sections and their keys:")
-    for section, target in (("trainer", pl.Trainer), *((s, _import(p)) for s, p in DEFAULT_CLASSES.items())):
+    for section, target in (("trainer", pl.Trainer), *((s, import_object(p)) for s, p in DEFAULT_CLASSES.items())):
         print(f"\n{section}:" + (f"  (class_path: {DEFAULT_CLASSES[section]})" if section in DEFAULT_CLASSES else ""))
         for key, kind, default in _parameters(target):
             print(f"  {key}: {kind}" + ("" if default is inspect.Parameter.empty else f" = {default!r}"))
@@ -243,116 +251,3 @@ def _parameters(target: Any) -> Iterator[tuple[str, str, Any]]:
             kind = parameter.annotation
             text = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
             yield name, str(text).replace("typing.", ""), parameter.default
-
-
-def _import(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(__import__(module, fromlist=[name]), name)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# jsonargparse says what is wrong, within a tree of everything it tried. The rest of this file finds the sentence.
-
-
-@contextlib.contextmanager
-def _explained(recipe: dict[str, Any]) -> Iterator[None]:
-    try:
-        yield
-    except OfframpError:
-        raise
-    except (ArgumentError, ValueError, TypeError, ImportError, AttributeError) as fault:
-        cause: BaseException | None = fault
-        while cause is not None:
-            if isinstance(cause, OfframpError):
-                raise cause from None
-            cause = cause.__cause__ or cause.__context__
-        if not isinstance(fault, ArgumentError) and not str(fault).startswith(("Does not validate", "Parser key")):
-            # Raised by Lightning's or the recipe's own classes, in their own words.
-            if isinstance(fault, ValueError):
-                raise OfframpError(f"the configuration is refused: {fault}") from fault
-            raise
-        raise OfframpError(explain(str(fault), recipe)) from fault
-
-
-_KEY = re.compile(r"Parser key \"(?P<key>.+)\":")
-_CLASS = re.compile(r"Problem with given class_path '(?P<path>.+)':")
-_UNKNOWN = re.compile(r"(?:Group '(?P<group>.+)' does not accept option|Option) '(?P<key>.+?)'(?: is not accepted)?$")
-_TYPE = re.compile(r"Expected an? (?P<type>.+?)(?:\. Got value: (?P<value>.*))?$")
-_NOISE = re.compile(
-    r"Does not validate|Subtypes:|Errors:|Given value|Subclass types|Not a valid subclass|a (?:dict|class)"
-)
-
-
-def explain(message: str, recipe: dict[str, Any]) -> str:
-    """One sentence out of jsonargparse's account.
-
-    Args:
-        message: of the exception.
-        recipe: that was parsed, to name the value where the account does not.
-    """
-    path: list[str] = []
-    class_path = ""
-    value = ""
-    wrong_type = ""
-    for line in (raw.strip().removeprefix("- ") for raw in message.splitlines()):
-        if match := _KEY.match(line):
-            path += match["key"].split(".")
-        elif match := _CLASS.match(line):
-            class_path = match["path"]
-        elif match := _UNKNOWN.match(line):
-            path += match["group"].split(".") if match["group"] else []
-            *parents, key = match["key"].split(".")
-            return _unknown_key(path + parents, key, class_path)
-        elif match := _TYPE.match(line):
-            expected = _type_name(match["type"])
-            # The alternative "nothing at all" is never what was meant.
-            if match["value"] is not None:
-                value = match["value"]
-            if expected != "null" and not wrong_type:
-                wrong_type = expected
-        elif line.startswith("Given value: ") and not value and wrong_type:
-            value = line.removeprefix("Given value: ")
-        elif not _NOISE.match(line) and not wrong_type:
-            return f"configuration key {'.'.join(path)!r}: {line}" if path else f"the configuration is refused: {line}"
-        if wrong_type and value:
-            break
-    key = ".".join(path)
-    return f"configuration key {key!r} must be {wrong_type or 'of another type'}, but its value is {value[:100]}"
-
-
-def _type_name(text: str) -> str:
-    text = text.strip()
-    if match := re.fullmatch(r"<class '(.+)'>", text):
-        return {"NoneType": "null"}.get(match[1], match[1])
-    return text.replace("typing.", "")
-
-
-def _unknown_key(parents: list[str], key: str, class_path: str) -> str:
-    known = _known_keys(parents, class_path)
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"the keys there are {', '.join(known)}" if known else ""
-    where = ".".join([*parents, key])
-    owner = f" ({class_path.rpartition('.')[2]})" if class_path else ""
-    return f"unknown configuration key {where!r}{owner}" + (f"; {hint}" if hint else "")
-
-
-def _known_keys(parents: list[str], class_path: str) -> list[str]:
-    """The keys that could have been meant: parameters of the class, or of the group within it."""
-    parser = ArgumentParser(exit_on_error=False)
-    try:
-        if class_path:
-            parser.add_class_arguments(_import(class_path), fail_untyped=False)
-        elif parents[:1] == ["trainer"]:
-            parser.add_class_arguments(pl.Trainer, "trainer", fail_untyped=False)
-        else:
-            return ["seed_everything", "trainer", "model", "data", "ckpt_path", "vars"]
-        names = list(parser.get_defaults(skip_validation=True).keys())
-    except Exception:  # only a hint is lost
-        return []
-    # The last parents may be a group of the class: keys are compared within it.
-    for size in range(len(parents), 0, -1):
-        prefix = ".".join(parents[-size:]) + "."
-        inside = [name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)]
-        if inside:
-            return sorted(set(inside))
-    return sorted({name.split(".")[0] for name in names})

@@ -84,4 +84,6 @@ def make_optimizer(
         betas=config.betas,
         fused=True,
     )
+    # Lightning refuses to clip what may have to be unscaled first; there is no loss scaling in bf16 or fp32.
+    optimizer._step_supports_amp_scaling = False
     return optimizer, LambdaLR(optimizer, lambda step: config.factor(step, total_steps))

@@ -165,3 +165,9 @@ def _typed_by_look(text: str) -> Any:
 def plain_yaml(config: dict[str, Any]) -> str:
     """The configuration as YAML of plain containers only."""
     return yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
+
+
+def import_object(path: str) -> Any:
+    """The class or function that a dotted path names."""
+    module, _, name = path.rpartition(".")
+    return getattr(__import__(module, fromlist=[name]), name)
