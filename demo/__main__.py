@@ -69,7 +69,7 @@ class Settings:
 
 def main() -> None:
     """Run what has not been run yet."""
-    parser = argparse.ArgumentParser(prog="make demo", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="make demo", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, default=Path("build/demo"), help="folder of all results (%(default)s)")
     parser.add_argument("--again", action="store_true", help="start over instead of going on")
     options = parser.parse_args()

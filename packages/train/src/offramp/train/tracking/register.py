@@ -87,7 +87,8 @@ def register(
             with mlflow.start_run(run_name=f"register {name}", tags=tags):
                 info = _log_model(directory)
             client = mlflow.MlflowClient(store)
-            version = mlflow.register_model(info.model_uri, name)
+            # ActiveRun is typed as if it could swallow an exception; it does not.
+            version = mlflow.register_model(info.model_uri, name)  # pyright: ignore[reportPossiblyUnbound]
             client.set_model_version_tag(name, version.version, HASH_TAG, digest)
             client.set_model_version_tag(name, version.version, EXITS_TAG, json.dumps(checkpoint.exits.layers))
             if trained_by:
