@@ -12,9 +12,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
+from offramp.common.errors import OfframpError
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
 from offramp.train.module import MultiExitModule
 from offramp.train.optim import OptimizerConfig
+from offramp.train.priming import ExitPrimingModule, PrimingDataModule
 
 ROWS = 24
 HALF_WAY = "{}-{{step}}"
@@ -109,6 +111,7 @@ def fit(
     resume: str | None = None,
     module: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
+    priming: bool = False,
 ) -> dict[str, Any]:
     """Fit, save to `out`, validate, and say what was logged by this process.
 
@@ -121,6 +124,7 @@ def fit(
         resume: training checkpoint to resume.
         module: arguments of `MultiExitModule`.
         trainer: arguments of the trainer.
+        priming: prime exits, instead of training all.
     """
     warnings.filterwarnings("ignore")
     if isinstance(strategy, dict):
@@ -145,8 +149,9 @@ def fit(
         **{"gradient_clip_val": 1.0, "val_check_interval": 3, **(trainer or {})},
     )
     settings = {"optimizer": OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1), **(module or {})}
-    model = MultiExitModule(checkpoint, **settings)
-    runner.fit(model, datamodule=Numbers(), ckpt_path=resume)
+    model = ExitPrimingModule(checkpoint) if priming else MultiExitModule(checkpoint, **settings)
+    data = PrimingDataModule(Numbers(), batch_size=16) if priming else Numbers()
+    runner.fit(model, datamodule=data, ckpt_path=resume)
     runner.save_checkpoint(out)
     logged = {name: float(value) for name, value in runner.callback_metrics.items()}
     (again,) = runner.validate(model, datamodule=Numbers(), verbose=False)
@@ -154,8 +159,14 @@ def fit(
 
 
 def fit_all(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Several fits one after the other in this process, so that it starts up once."""
-    return [fit(**run) for run in runs]
+    """Several fits one after the other in this process, so that it starts up once; {"fault": ...} of those refused."""
+    answers = []
+    for run in runs:
+        try:
+            answers.append(fit(**run))
+        except OfframpError as fault:
+            answers.append({"fault": str(fault)})
+    return answers
 
 
 def validate(checkpoint: str, trained: str, strategy: dict[str, Any] | None, devices: int = 1) -> dict[str, float]:

@@ -33,8 +33,18 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "two replicas of one stage": {"strategy": {"pipe": 1, "micro_batches": 2}, "module": FILL_AWARE},
     "ddp": {"strategy": "ddp", "module": FILL_AWARE},
     "frozen": {"strategy": TWO_STAGES, "module": {"freeze": ["backbone"]}},
+    "primed": {"strategy": "ddp", "priming": True, "trainer": {"val_check_interval": 1.0}},
     "bf16": {"strategy": TWO_STAGES, "trainer": {"precision": "bf16-mixed"}},
 }
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "distillation across stages": ({"strategy": TWO_STAGES, "module": {"distill": 0.5}}, "final logits"),
+    "too small a batch": ({"strategy": {"pipe": 2, "micro_batches": 5}}, "batch of 4 rows"),
+    "half weights": ({"strategy": TWO_STAGES, "trainer": {"precision": "bf16-true"}}, "32-true, bf16-mixed"),
+    "three stages of two processes": ({"strategy": {"pipe": 3}}, "multiple of pipe"),
+    "accumulation": ({"strategy": TWO_STAGES, "trainer": {"accumulate_grad_batches": 2}}, "micro_batches"),
+    "priming": ({"strategy": TWO_STAGES, "priming": True}, "does not run on deepspeed_pipeline"),
+}
+TWO_PROCESSES |= {name: settings for name, (settings, _) in REFUSED.items()}
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +153,21 @@ def test_a_frozen_backbone_keeps_every_bit(checkpoint: Path, two: dict[str, Any]
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed
     assert all(name.startswith("exits.") for name in changed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_pipeline_refuses_what_it_cannot_do(name: str, two: dict[str, Any]) -> None:
+    for answer in two[name]:
+        assert REFUSED[name][1] in answer.get("fault", "not refused")
+
+
+@pytest.mark.slow
+def test_priming_on_two_ranks_gives_one_model(two: dict[str, Any], tmp_path: Path) -> None:
+    assert two["primed"][0]["validated"] == two["primed"][1]["validated"]
+    primed = load_checkpoint(export_checkpoint(two["out"]["primed"], tmp_path / "primed"))
+    assert primed.policy is not None
+    assert primed.policy.shortlist == (1, *range(10, 60)), "of both ranks' data together"
 
 
 @pytest.mark.slow
