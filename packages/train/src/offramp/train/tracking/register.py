@@ -88,7 +88,7 @@ def register(
                 info = _log_model(directory)
             client = mlflow.MlflowClient(store)
             # ActiveRun is typed as if it could swallow an exception; it does not.
-            version = mlflow.register_model(info.model_uri, name)  # pyright: ignore[reportPossiblyUnbound]
+            version = mlflow.register_model(info.model_uri, name)  # pyright: ignore[reportPossiblyUnboundVariable]
             client.set_model_version_tag(name, version.version, HASH_TAG, digest)
             client.set_model_version_tag(name, version.version, EXITS_TAG, json.dumps(checkpoint.exits.layers))
             if trained_by:
