@@ -43,7 +43,8 @@ class Settings:
         calibration_rows: expressions to choose thresholds on.
         test_rows: expressions to ask in the end.
         max_tokens: most tokens of an answer.
-        concurrency: requests in flight.
+        alone_rows: of these, expressions to ask one after the other.
+        concurrency: requests in flight when all are asked.
         rounds: ways of serving take turns this many times; times are medians.
         targets: operating point -> least share of calibration texts that stay as at full depth.
         recipe: one more configuration file for every training run.
@@ -53,11 +54,12 @@ class Settings:
     exits: tuple[int, ...] = (10, 20)
     train_rows: int = 6000
     validation_rows: int = 64
-    calibration_rows: int = 150
+    calibration_rows: int = 120
     test_rows: int = 64
+    alone_rows: int = 16
     max_tokens: int = 64
     concurrency: int = 8
-    rounds: int = 3
+    rounds: int = 1
     targets: Mapping[str, float] = field(default_factory=lambda: {"safe": 0.95, "fast": 0.85})
     recipe: Path | None = None
 
@@ -91,37 +93,39 @@ def run(settings: Settings, work: Path, console: Console) -> list[Measurement]:
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{work / 'mlflow.db'}"
     steps = Steps(work, console)
     here = Path(__file__).parent
-    exits = ",".join(map(str, settings.exits))
     data = steps.run(
         "data",
         f"Write {settings.train_rows:,} cron expressions and their meaning (synthetic; the teacher is cron-descriptor)",
         [here / "cron_task.py", str(settings.rows)],
         lambda out: write_data(settings, out),
     )
-    model = steps.run(
-        "base",
-        f"Take the model {settings.source} and add exits after layers {exits}",
-        [settings.source, exits],
+    plain = steps.run(
+        "plain",
+        f"Take the model {settings.source} as it is",
+        [settings.source],
         lambda out: offramp(
-            *("import", settings.source, out / "model", "--exits", exits, "--head", "adapter"),
-            *("--norm-scale", "0.3", "--dtype", "fp32", "--overwrite"),
+            "import", settings.source, out / "model", "--dtype", "fp32", "--overwrite", console=console
+        ),
+    )
+
+    def train(name: str, title: str, source: Path, processes: int) -> Path:
+        recipes = [CONFIGS / "common.yaml", CONFIGS / f"{name}.yaml", *([settings.recipe] if settings.recipe else [])]
+        threads = max((os.cpu_count() or 2) // processes, 1)
+        return steps.run(name, title, recipes, lambda out: fit(out, recipes, source / "model", data, console, threads))
+
+    tuned = train("finetune", "Teach it the task at full depth, on two pipeline stages", plain, processes=2)
+    exits = steps.run(
+        "exits",
+        f"Add exits after layers {', '.join(map(str, settings.exits))}: an adapter and a norm each",
+        [str(settings.exits)],
+        lambda out: offramp(
+            *("import", tuned / "model", out / "model", "--exits", ",".join(map(str, settings.exits))),
+            *("--head", "adapter", "--norm-scale", "0.3", "--overwrite"),
             console=console,
         ),
     )
-    for name, title, processes in (
-        ("finetune", "Teach the model the task, on two pipeline stages", 2),
-        ("prime", "Prime the exits on cached states of the frozen model", 1),
-        ("joint", "Train model and exits together, on the KV cache that serving will see", 2),
-    ):
-        recipes = [CONFIGS / "common.yaml", CONFIGS / f"{name}.yaml", *([settings.recipe] if settings.recipe else [])]
-        model = steps.run(
-            name,
-            title,
-            recipes,
-            lambda out, recipes=recipes, source=model / "model", processes=processes: fit(
-                out, recipes, source, data, console, threads=max((os.cpu_count() or 2) // processes, 1)
-            ),
-        )
+    primed = train("prime", "Prime the exits on cached states of the frozen model", exits, processes=1)
+    model = train("joint", "Train all together, on the KV cache that serving will see", primed, processes=2)
     calibrated = steps.run(
         "calibrate",
         f"Choose thresholds on {settings.calibration_rows} held-out expressions",
@@ -136,9 +140,8 @@ def run(settings: Settings, work: Path, console: Console) -> list[Measurement]:
     )
     measured = steps.run(
         "measure",
-        f"Serve it on TorchServe and ask {settings.test_rows} unseen expressions, {settings.concurrency} at a time, "
-        "with the openai client",
-        [here / "measure.py", str((settings.concurrency, settings.rounds))],
+        f"Serve it on TorchServe and ask {settings.test_rows} unseen expressions with the openai client",
+        [here / "measure.py", str((settings.alone_rows, settings.concurrency, settings.rounds))],
         lambda out: serve_and_measure(settings, archives, calibrated, data, out, console),
     )
     return [Measurement.from_json(item) for item in json.loads((measured / "measurements.json").read_text())]
@@ -226,26 +229,29 @@ def serve_and_measure(
     rows = read_rows(data / "test.jsonl")
     prompts, references = [row["prompt"] for row in rows], [row["completion"] for row in rows]
     measurements: list[Measurement] = []
-    for sync_policy in ("regroup", "all"):
-        ways = {"full depth": {"exit_policy": "full"}} | {
-            f"{name}, {sync_policy}": {"exit_policy": "early", "thresholds": point["thresholds"]}
-            for name, point in points.items()
-            if point["thresholds"]
-        }
+    for sync_policy, seats in (("regroup", (1, settings.concurrency)), ("all", (settings.concurrency,))):
         with served(archives / sync_policy, console) as base_url, progress_bar(console) as bar:
-            task = bar.add_task(f"asking, sync policy {sync_policy}", total=None)
-            found = measure(
-                base_url,
-                NAME,
-                prompts,
-                ways,
-                max_tokens=settings.max_tokens,
-                concurrency=settings.concurrency,
-                rounds=settings.rounds,
-                on_progress=lambda done, total, task=task: bar.update(task, completed=done, total=total),
-            )
-        full = found[0].tokens_per_second
-        measurements += [one.compared(full, references) for one in (found if not measurements else found[1:])]
+            for concurrency in seats:
+                asked = prompts[: settings.alone_rows] if concurrency == 1 else prompts
+                manner = "one at a time" if concurrency == 1 else f"{concurrency} at a time, {sync_policy}"
+                ways = {f"full depth, {manner}": {"exit_policy": "full"}} | {
+                    f"{name}, {manner}": {"exit_policy": "early", "thresholds": point["thresholds"]}
+                    for name, point in points.items()
+                    if point["thresholds"]
+                }
+                task = bar.add_task(manner, total=None)
+                found = measure(
+                    base_url,
+                    NAME,
+                    asked,
+                    ways,
+                    max_tokens=settings.max_tokens,
+                    concurrency=concurrency,
+                    rounds=settings.rounds,
+                    on_progress=lambda done, total, task=task: bar.update(task, completed=done, total=total),
+                )
+                full = found[0].tokens_per_second
+                measurements += [one.compared(full, references) for one in found]
     (out / "measurements.json").write_text(json.dumps([one.to_json() for one in measurements]))
 
 
@@ -280,10 +286,15 @@ def closing_words(settings: Settings, work: Path, results: list[Measurement], co
     """Table, picture, and what to try next."""
     exits = (*settings.exits, max(layer for one in results for layer in one.layers))
     console.print()
-    title = f"{settings.test_rows} unseen cron expressions through TorchServe, {settings.concurrency} at a time"
-    console.print(results_table(results, exits, title))
+    # Greedy texts do not depend on what is asked beside them, so one full-depth list is compared with all others.
+    full = max((one for one in results if one.name.startswith("full depth")), key=lambda one: len(one.answers))
+    console.print(results_table(results, full, exits, "Unseen cron expressions through TorchServe"))
+    console.print(
+        "speed: times full depth asked in the same manner; same: texts as at full depth; right: as the teacher"
+    )
     picture = work / "exit_depth.png"
-    draw_exit_depths(results[1] if len(results) > 1 else results[0], exits, picture)
+    early = [one for one in results if one.mean_layers < full.mean_layers]
+    draw_exit_depths(max(early, key=lambda one: len(one.answers), default=full), exits, picture)
     folder = os.path.relpath(work / "register" / "regroup")
     console.print(
         f"\nThis run took {seconds:.0f} s. The model is 135M weights dequantised from 4 bits, the task is synthetic\n"

@@ -10,17 +10,22 @@ from rich.table import Table
 from demo.measure import Measurement
 
 
-def results_table(measurements: Sequence[Measurement], exit_layers: Sequence[int], title: str) -> Table:
-    """One row per way of serving; the first is full depth, which the others are compared with."""
-    full = measurements[0]
+def results_table(
+    measurements: Sequence[Measurement], full: Measurement, exit_layers: Sequence[int], title: str
+) -> Table:
+    """One row per way of serving; texts are compared with those of `full`, which is full depth.
+
+    Columns: completion tokens per second over HTTP; that as a multiple of full depth asked in the same manner; layers
+    per token and the share of tokens that left at each exit; the share of texts that are the same as at full depth, and
+    of those that are right, which is the teacher's sentence.
+    """
     table = Table(title=title, title_justify="left")
-    table.add_column("policy")
-    for heading in ("tokens/s", "speed-up", "layers/token", *(f"exit {layer}" for layer in exit_layers)):
-        table.add_column(heading, justify="right")
-    for heading in ("texts as at full depth", "text until they differ", "right answers"):
-        table.add_column(heading, justify="right")
+    table.add_column("", no_wrap=True)
+    exits = (f"exit {layer}" for layer in exit_layers)
+    for heading in ("tokens/s", "speed", "layers", *exits, "same", "right"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for one in measurements:
-        identical, prefix = one.agreement(full)
+        identical = one.identical(full)
         table.add_row(
             one.name,
             f"{one.tokens_per_second:.0f}",
@@ -28,7 +33,6 @@ def results_table(measurements: Sequence[Measurement], exit_layers: Sequence[int
             f"{one.mean_layers:.1f}",
             *(f"{one.shares.get(layer, 0.0):.0%}" for layer in exit_layers),
             f"{identical:.0%}",
-            f"{prefix:.0%}",
             f"{one.right:.0%}",
         )
     return table

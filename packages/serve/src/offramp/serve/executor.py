@@ -5,8 +5,9 @@
         run its layers on the rows
         sure |= confidence > threshold              decode rows whose request allows exits
         leaving = sync policy(sure)                 all: everybody when all are sure; regroup: each on its own
-        leaving rows: fill the cache above, logits of this exit
+        leaving rows: fill the cache above
         rows = the rest
+    logits of all rows that predict a token: one product for all exits that share an unembedding
 
 A segment ends at an exit that some row of the iteration may take, so an iteration without such rows is one segment.
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from offramp.serve import kv_policy
 from offramp.serve.exit_test import IterationExits, RequestExits
 from offramp.serve.kv_cache.storage import KVStorage
+from offramp.serve.model.linear import PackedLinear
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.rows import RowBuilder, Rows
 from offramp.serve.scheduler_output import Phase, ScheduledRequest
@@ -62,6 +64,23 @@ class ExecutorStats:
     rows_filled: int = 0
 
 
+@dataclass(frozen=True)
+class _Leaving:
+    """Rows that have left, before they have logits.
+
+    Attributes:
+        items: see `Departure`.
+        exit_layer: where.
+        head_state: [len(items), D] what the exit's unembedding reads.
+        logits: [len(items), V] where the exit test has computed them already.
+    """
+
+    items: list[int]
+    exit_layer: int
+    head_state: Tensor
+    logits: Tensor | None
+
+
 @dataclass
 class _Pass:
     """State of one iteration.
@@ -72,7 +91,7 @@ class _Pass:
         rows: the rows inside.
         depth: layers run.
         inside: [M] for each decode row inside, its index into the scheduled requests.
-        departures: rows that have left.
+        left: rows that have left.
     """
 
     x: Tensor
@@ -80,7 +99,7 @@ class _Pass:
     rows: Rows
     inside: Tensor
     depth: int = 0
-    departures: list[Departure] = field(default_factory=list)
+    left: list[_Leaving] = field(default_factory=list)
 
 
 class Executor:
@@ -126,10 +145,10 @@ class Executor:
             self._run_layers(state, layer)
             self._pass_exit(state, layer, allowed, sure)
             if not len(state.rows):
-                return state.departures
+                return self._departures(state.left)
         self._run_layers(state, self._model.config.num_layers)
         self._finish(state, scheduled)
-        return state.departures
+        return self._departures(state.left)
 
     def _exits_passed(self, allowed: IterationExits, exits: Sequence[RequestExits | None]) -> list[int]:
         """Early exits where this iteration pauses."""
@@ -175,7 +194,7 @@ class Executor:
             logits = None if logits is None else logits[places]
         else:
             head_state, logits = self._head_state(state, layer, gone), None
-        self._depart(state, layer, state.inside[gone].tolist(), head_state, logits)
+        state.left.append(_Leaving(state.inside[gone].tolist(), layer, head_state, logits))
         kv_policy.fill(self._model, layer, state.x[gone], state.rows.only_decode(gone), self._cache)
         self.stats.rows_filled += len(gone)
         stay = (~leaving).nonzero()[:, 0]
@@ -202,9 +221,23 @@ class Executor:
         if items:
             layer = self._model.config.num_layers
             x = state.x if len(places) == len(state.x) else state.x[torch.tensor(places)]
-            self._depart(state, layer, items, self._model.exit_state(layer, x, state.rows, self._cache), None)
+            state.left.append(_Leaving(items, layer, self._model.exit_state(layer, x, state.rows, self._cache), None))
 
-    def _depart(self, state: _Pass, layer: int, items: list[int], head_state: Tensor, logits: Tensor | None) -> None:
-        if logits is None:
-            logits = self._model.exits[layer].unembed(head_state).float()
-        state.departures.append(Departure(items, layer, logits))
+    def _departures(self, left: Sequence[_Leaving]) -> list[Departure]:
+        """Give every row its logits.
+
+        The unembedding is the largest matrix of a small model, and at small batches reading it is what it costs: exits
+        that share it must not read it once each.
+        """
+        departures: list[Departure] = []
+        pending: dict[PackedLinear, list[_Leaving]] = {}
+        for one in left:
+            if one.logits is None:
+                pending.setdefault(self._model.exits[one.exit_layer].unembed, []).append(one)
+            else:
+                departures.append(Departure(one.items, one.exit_layer, one.logits))
+        for unembed, group in pending.items():
+            logits = unembed(torch.cat([one.head_state for one in group])).float()
+            parts = logits.split([len(one.items) for one in group])
+            departures += [Departure(one.items, one.exit_layer, part) for one, part in zip(group, parts, strict=True)]
+        return departures

@@ -244,6 +244,11 @@ class PrimingDataModule(pl.LightningDataModule):
         self.data.trainer = self.trainer
         self.data.setup(stage)
 
+    def describe(self) -> dict[str, Any] | None:
+        """What `data` says of itself."""
+        describe = getattr(self.data, "describe", None)
+        return None if describe is None else describe()
+
     @override
     def train_dataloader(self) -> StateLoader:
         """States of the training data, made when Lightning asks for them."""

@@ -151,6 +151,17 @@ class TextDataModule(pl.LightningDataModule):
             self._train_loader.mark_taken()
         return batch
 
+    def describe(self) -> dict[str, Any]:
+        """What was trained on, in plain containers, for the provenance of a checkpoint."""
+        source, prepared = self.sources["train"], self._prepared.get("train")
+        assert source is not None
+        known = (
+            {"examples": len(prepared.examples), "fingerprint": prepared.fingerprint}
+            if isinstance(prepared, Prepared)
+            else {}
+        )
+        return {"source": source.name, "sequence_length": self.sequence_length, "seed": self.seed, **known}
+
     def _has(self, split: Split) -> bool:
         return self.sources[split] is not None or (split == "validation" and self.validation_share > 0)
 
