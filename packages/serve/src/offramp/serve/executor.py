@@ -52,7 +52,6 @@ class ExecutorStats:
     """What was really run, since the start.
 
     Attributes:
-        iterations: passes.
         calls: for each backbone layer, how often it was called.
         rows_run: for each backbone layer, the rows it was run on.
         rows_filled: rows that left early.
@@ -60,7 +59,6 @@ class ExecutorStats:
 
     calls: list[int]
     rows_run: list[int]
-    iterations: int = 0
     rows_filled: int = 0
 
 
@@ -133,7 +131,6 @@ class Executor:
         Returns:
             Together, every row that predicts a token, once.
         """
-        self.stats.iterations += 1
         rows = self._builder.build(scheduled)
         x = self._model.embed(torch.tensor([token for item in scheduled for token in item.token_ids]))
         state = _Pass(x, x, rows, torch.arange(rows.num_decode))

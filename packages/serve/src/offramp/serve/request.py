@@ -172,7 +172,6 @@ class Request:
         sampling: how tokens are chosen and when the request ends.
         exits: how deep its tokens run.
         eos_token_ids: the model's end-of-sequence tokens, every one of them.
-        arrival_s: time of arrival, seconds of `time.monotonic`.
         status: where it is in its life.
         output_token_ids: tokens generated; a token that ended the request is the last of them and is counted.
         exit_layers: for each of them, the number of layers that were run for the row that predicted it.
@@ -187,7 +186,6 @@ class Request:
     sampling: SamplingParams
     exits: ExitOptions = ExitOptions()
     eos_token_ids: frozenset[int] = frozenset()
-    arrival_s: float = 0.0
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
     exit_layers: list[int] = field(default_factory=list, init=False)

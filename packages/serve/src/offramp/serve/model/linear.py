@@ -27,7 +27,6 @@ class PackedLinear:
             bias: [O].
             pack: False keeps the plain layout (the reference).
         """
-        self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach().contiguous()
         self.is_packed = pack and weight.device.type == "cpu" and can_pack(weight.dtype)
         self._weight = _pack(weight.detach()) if self.is_packed else weight.detach().contiguous()

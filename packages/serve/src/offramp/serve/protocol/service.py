@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 import re
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -147,7 +146,6 @@ class OpenAIService:
                     ),
                     exits=exits,
                     eos_token_ids=self.card.eos_token_ids,
-                    arrival_s=time.monotonic(),
                 )
                 for index, (ids, budget) in enumerate(zip(prompts, budgets, strict=True))
             ]
