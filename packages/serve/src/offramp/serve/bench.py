@@ -152,6 +152,7 @@ def _config(dtype: Dtype, plan: BenchPlan, sync_policy: SyncPolicy) -> EngineCon
         num_blocks=batch * -(-(plan.prompt_tokens + plan.new_tokens) // block_size),
         max_num_seqs=batch,
         max_tokens_per_iteration=max(512, batch),
+        max_waiting=batch,
         sync_policy=sync_policy,
         dtype=dtype,
     )

@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("directory", type=Path, help="a checkpoint directory, or a plain Hugging Face one")
     engine.add_argument("--batch", type=_counts, default=[1, 8, 32], metavar="N,...", help="(default: 1,8,32)")
     engine.add_argument("--prompt-tokens", type=_count, default=128, metavar="N", help="(default: %(default)s)")
-    engine.add_argument("--new-tokens", type=_count, default=64, metavar="N", help="(default: %(default)s)")
+    engine.add_argument(
+        "--new-tokens", type=_several, default=64, metavar="N", help="at least 2 (default: %(default)s)"
+    )
     engine.add_argument("--dtype", type=_dtypes, default=["fp32"], metavar="fp32,bf16", help="(default: fp32)")
     engine.add_argument("--repeat", type=_count, default=3, metavar="R", help="(default: %(default)s)")
     engine.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: torch's choice)")
@@ -97,6 +99,14 @@ def _count(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _several(text: str) -> int:
+    # The time of decoding begins with the first token.
+    value = _count(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} leaves nothing to time; give at least 2")
     return value
 
 
