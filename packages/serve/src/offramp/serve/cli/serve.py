@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--name", help="name in the URL and in requests (default: the directory's)")
-    parser.add_argument("--version", default="1.0", help="version in the URL (default: %(default)s)")
+    parser.add_argument("--version", help="version in the URL (default: 1.0)")
     parser.add_argument("--run-folder", type=Path, help="where configuration and log go (default: a temporary folder)")
     parser.add_argument("--ready-timeout", type=float, default=600.0, metavar="SECONDS", help="(default: %(default)s)")
     parser.add_argument(
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         try:
             source = resolve_model(options.source, options.cache)
             if is_model_folder(source):
-                if settings or options.name:
+                if settings or options.name or options.version:
                     raise OfframpError(
                         f"{source} is a model folder with settings of its own; make another with `offramp archive`."
                     )
@@ -58,7 +58,8 @@ def main(argv: list[str]) -> int:
                 # Beside the checkpoint, because weights can be hard-linked only within a file system.
                 with _scratch_store(source) as store:
                     name = options.name or _name_of(options.source)
-                    folder = archive(source, store / name, name=name, version=options.version, engine=settings)
+                    version = options.version or "1.0"
+                    folder = archive(source, store / name, name=name, version=version, engine=settings)
                     _serve(folder, options)
         except (_Stop, KeyboardInterrupt):
             print("Stopped.", file=sys.stderr)

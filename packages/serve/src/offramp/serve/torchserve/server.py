@@ -171,7 +171,7 @@ class TorchServe:
         path = f"/predictions/{self.name}/{self.version}/v1/completions"
         try:
             status, body = _request(self.port, "POST", path, prompt, max(deadline - time.monotonic(), 1.0))
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             self._raise_if_failed()
             raise OfframpError(f"the first token never came ({error}); the server's log is {self.log}.") from error
         if status != 200:
