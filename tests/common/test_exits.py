@@ -54,6 +54,12 @@ def test_config_survives_json(config: ExitConfig) -> None:
     assert ExitConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
+@pytest.mark.parametrize("layers", [["six"], None, 6])
+def test_json_that_is_no_config_is_one_sentence(layers: object) -> None:
+    with pytest.raises(OfframpError, match="section 'exits' is not understood"):
+        ExitConfig.from_json({"layers": layers})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -58,5 +58,5 @@ class ExitConfig:
         """Inverse of `to_json`; an unknown field is an error."""
         try:
             return cls(**{**data, "layers": tuple(int(layer) for layer in data["layers"])})
-        except (TypeError, KeyError) as fault:
+        except (TypeError, KeyError, ValueError) as fault:
             raise OfframpError(f"exits.json: the section 'exits' is not understood: {fault}.") from None
