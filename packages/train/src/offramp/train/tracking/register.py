@@ -99,7 +99,7 @@ def register(
             if alias is not None:
                 client.set_registered_model_alias(name, alias, version.version)
     except MlflowException as fault:
-        detail = str(fault).partition("\n")[0]
+        detail = mask(str(fault).partition("\n")[0])
         raise OfframpError(f"the MLflow store at {mask(store)} refuses {name!r}: {detail}") from fault
     return Registered(name, str(version.version), alias, digest, trained_by, uri)
 

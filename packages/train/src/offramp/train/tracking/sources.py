@@ -49,7 +49,7 @@ def resolve(uri: str, cache: Path, tracking_uri: str | None = None) -> Path:
     try:
         version = _find(client, uri)
     except MlflowException as fault:
-        detail = str(fault).partition("\n")[0]
+        detail = mask(str(fault).partition("\n")[0])
         raise OfframpError(f"cannot find {uri} in the model registry at {mask(store)}: {detail}") from fault
     expected = version.tags.get(HASH_TAG)
     if expected is None:
@@ -64,7 +64,7 @@ def resolve(uri: str, cache: Path, tracking_uri: str | None = None) -> Path:
         try:
             found = _download(client, version, Path(scratch), store)
         except (MlflowException, OSError) as fault:
-            raise OfframpError(f"cannot download {uri}: {fault}") from fault
+            raise OfframpError(f"cannot download {uri}: {mask(str(fault))}") from fault
         if (actual := directory_sha256(found)) != expected:
             raise OfframpError(
                 f"{uri} was damaged on its way: its SHA-256 is {actual[:12]}..., {expected[:12]}... was registered; "
