@@ -3,7 +3,7 @@
 Rows that draw are computed one by one, in the shape [V] that they have in any batch: so a request draws the same tokens
 alone and among others, on any device, where a batched reduction may round differently with N.
 
-Legend: N rows, V vocabulary.
+Legend: N rows, V vocabulary, C candidates (tokens that may be drawn).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ When a token leaves at layer e, serving with the *fill* KV policy makes its keys
 A model that never saw such a cache drifts, even where the exit itself was right. So here some target tokens are frozen
 at random exits while training (`Layout.exit_depths`), and later tokens learn to attend to what is left of them.
 
-Legend: B batch, T time.
+Legend: B batch, T time, L layers.
 """
 
 from __future__ import annotations

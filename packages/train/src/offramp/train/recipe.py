@@ -149,9 +149,9 @@ def _apply(config: DictConfig, key: str, text: str) -> None:
 
 
 def _typed_by_look(text: str) -> Any:
-    """JSON values become what they say, as long as writing them gives the same text; the rest are strings.
+    """JSON values become what they say, the rest are strings.
 
-    So 7, 0.5 and true are typed, and 007, 1_000, on and 6e1234 (a hash, for all we know) stay text.
+    So 7, 0.5, 1e-3 and true are typed, and 007, 1_000, on and 6e1234 (no finite number, but maybe a hash) stay text.
     """
     try:
         value = json.loads(text)

@@ -99,7 +99,7 @@ class TextDataModule(pl.LightningDataModule):
         self.sequence_length, self.batch_size, self.pack = sequence_length, batch_size, pack
         self.shuffle, self.shuffle_buffer, self.validation_share = shuffle, shuffle_buffer, validation_share
         self.seed, self.num_workers = seed, num_workers
-        cache = cache_directory or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "offramp")
+        cache = cache_directory or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "offramp")
         self.cache_directory = Path(cache).expanduser()
         self.skipped: dict[Split, dict[str, int]] = {}
         self._prepared: dict[Split, Prepared | IterableDataset] = {}

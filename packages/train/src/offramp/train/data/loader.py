@@ -8,6 +8,8 @@ equal rows.
 These loaders are deliberately not `torch.utils.data.DataLoader`s, although they use one inside: Lightning would replace
 a DataLoader's sampler, which must not happen. What Lightning needs is here: an iterator, a length, `state_dict` and
 `load_state_dict` (mid-epoch resume), and a `batch_sampler` that leads to `set_epoch`.
+
+Legend: T time (tokens in a row).
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Prompt and completion are tokenised apart and joined, so that the prompt's tokens in training are exactly the tokens
 that the same prompt has when the model is served. What is trained on is decided by lengths, never by token values: the
 padding token is the end-of-sequence token in many models.
+
+Legend: T time (tokens of an example).
 """
 
 from __future__ import annotations

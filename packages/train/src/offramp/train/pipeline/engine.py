@@ -12,7 +12,7 @@ DeepSpeed gives the 1F1B schedule, the optimizers (ZeRO-0 and 1), process groups
 instruction of the schedule is done anew here; the comments say what the stock one does that does not fit.
 `_INSTRUCTION_MAP` holds functions, not names, so a subclass has to list its own.
 
-Legend: B batch, T time, D model, S stages.
+Legend: B batch, T time, D model, S stages, X exits.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ replicas; `precision` 32-true or bf16-mixed (autocast over fp32 weights); `gradi
 are its hooks `on_before_backward`, `on_after_backward`, `on_before_optimizer_step` and `configure_gradient_clipping`.
 
 The ranks of one pipeline read the same rows; `distributed_sampler_kwargs` speaks of data-parallel replicas.
+
+Legend: S stages.
 """
 
 from __future__ import annotations
