@@ -25,7 +25,10 @@ Init = Literal["copy", "random"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 # What a directory needs and nothing else: no pickled weights, no original/ copies in other formats, no code.
-_HUB_FILES = ["*.json", "model*.safetensors", "exits.safetensors", "merges.txt", "chat_template*", "LICENSE*"]
+_HUB_FILES = [
+    *("*.json", "model*.safetensors", "exits.safetensors"),
+    *("tokenizer.model", "merges.txt", "chat_template*", "LICENSE*"),
+]
 
 
 @dataclass(frozen=True)
