@@ -195,6 +195,36 @@ def test_a_pipe_that_breaks_elsewhere_is_a_fault(install: Callable[..., None]) -
         cli.main(["work"])
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full exists on Linux only")
+@pytest.mark.parametrize("length", [5, 200_000])
+def test_a_full_disk_is_one_sentence(length: int) -> None:
+    code = (
+        "import sys\n"
+        "from offramp.common import cli\n"
+        f"cli._dispatch = lambda arguments: print('y' * {length}) or 0\n"
+        "sys.exit(cli.main([]))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "offramp: error: cannot write: No space left on device; make room and run it again.\n"
+
+
+def test_closed_standard_streams_are_replaced_and_never_reused() -> None:
+    code = (
+        "import os, sys\n"
+        "from offramp.common import cli\n"
+        "def dispatch(arguments):\n"
+        "    print('out', sys.stdin.read(), file=sys.stdout)\n"
+        "    return 10 + os.open(os.devnull, os.O_RDONLY)\n"  # the next file gets no standard descriptor
+        "cli._dispatch = dispatch\n"
+        "sys.exit(cli.main([]))"
+    )
+    done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, code], stderr=-1, timeout=60)
+    assert done.stderr == b""
+    assert done.returncode >= 13
+
+
 def test_commands_of_an_absent_or_broken_distribution_are_not_listed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 a fault the user can mend (`OfframpError`, one sentence on
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib.metadata
 import os
 import select
@@ -23,6 +24,7 @@ USAGE = "usage: offramp [-h] [--version] [--debug] COMMAND [ARGUMENT ...]"
 EXIT_FAULT = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + 2  # as a shell reports a program that SIGINT ended
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 EXIT_BROKEN_PIPE = 128 + 13  # the same for SIGPIPE, so that `offramp ... | head` looks like any other program
 
 
@@ -57,6 +59,7 @@ def installed_commands() -> dict[str, Installed]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `offramp` with these arguments (by default the program's own) and returns its exit code."""
+    _open_closed_streams()
     arguments = sys.argv[1:] if argv is None else argv
     debug, arguments = _take_debug(arguments)
     try:
@@ -77,6 +80,15 @@ def main(argv: list[str] | None = None) -> int:
         if _reader_is_gone():
             return EXIT_BROKEN_PIPE
         raise
+    except OSError as error:
+        if error.errno not in _DISK_IS_FULL:
+            raise
+        if debug:
+            traceback.print_exc()
+        where = f" {error.filename}" if error.filename else ""
+        print(f"offramp: error: cannot write{where}: {error.strerror}; make room and run it again.", file=sys.stderr)
+        _drop_unwritten()
+        return EXIT_FAULT
     except OfframpError as error:
         if debug:
             traceback.print_exc()
@@ -143,6 +155,32 @@ def _unknown(name: str, commands: list[str]) -> str:
 def _usage_error(message: str) -> int:
     print(f"{USAGE}\nofframp: error: {message}", file=sys.stderr)
     return EXIT_USAGE
+
+
+def _open_closed_streams() -> None:
+    """Give standard streams that the caller closed (`>&-`) a null device.
+
+    Python leaves None in place of such a stream, and the next file that is opened would get its descriptor, so that
+    what native libraries print would land in it.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                null = os.open(os.devnull, os.O_RDWR)
+                if null != descriptor:
+                    os.dup2(null, descriptor)
+                    os.close(null)
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - lives as long
+
+
+def _drop_unwritten() -> None:
+    """Silence stdout if it holds what cannot be written: the interpreter would try once more, and fail loudly."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _reader_is_gone() -> bool:
