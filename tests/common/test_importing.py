@@ -163,9 +163,15 @@ def test_a_gguf_that_would_not_be_the_same_model_is_refused(
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_text("not at all" * 100)
-    with pytest.raises(OfframpError, match="cannot be read as GGUF"):
-        import_model(str(tmp_path / "m.gguf"), tmp_path / "out")
+    for content, message in (
+        (b"", "it begins with b''"),
+        (b"hi", "it begins with b'hi'"),
+        (b"not at all" * 100, "it begins with b'not '"),
+        (b"GGUF\x03\0\0\0" + b"\x01\0\0\0\0\0\0\0" * 2, "it may be cut short"),
+    ):
+        (tmp_path / "m.gguf").write_bytes(content)
+        with pytest.raises(OfframpError, match=f"cannot be read as GGUF: .*{message}"):
+            import_model(str(tmp_path / "m.gguf"), tmp_path / "out")
     with pytest.raises(OfframpError, match="does not exist; give the path of a GGUF file"):
         import_model(str(tmp_path / "other.gguf"), tmp_path / "out")
 
@@ -280,10 +286,29 @@ def test_the_command_line_says_what_the_function_takes(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize(
-    "options", [["--exits", "1,x"], ["--exits", ""], ["--head", "big"], ["--dtype", "int8"], ["--no-such"]]
+    "options",
+    [
+        ["--exits", "1,x"],
+        ["--exits", ""],
+        ["--head", "big"],
+        ["--dtype", "int8"],
+        ["--no-such"],
+        # They describe new exits and would be dropped without a word.
+        ["--head", "adapter"],
+        ["--untied"],
+        ["--replace-exits"],
+    ],
 )
 def test_wrong_usage_is_exit_code_2(tmp_path: Path, options: list[str]) -> None:
-    assert main([str(tmp_path), str(tmp_path / "out"), *options]) == 2
+    assert main([str(tiny_checkpoint(tmp_path / "in")), str(tmp_path / "out"), *options]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scale", ["nan", "inf", "-1", "0"])
+def test_a_norm_scale_that_ruins_the_exits_is_refused(tmp_path: Path, scale: str) -> None:
+    source = str(tiny_checkpoint(tmp_path / "in"))
+    with pytest.raises(OfframpError, match=r"norm_scale .* must be a finite number above 0"):
+        main([source, str(tmp_path / "out"), "--exits", "2", "--norm-scale", scale])
 
 
 @pytest.mark.parametrize(("layers", "message"), [("0", "outside 1..3"), ("4", "outside 1..3"), ("2,2", "duplicates")])

@@ -49,6 +49,7 @@ _PRE_TOKENIZERS = {
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
 }
+_MAGIC = b"GGUF"
 _CONTROL_TOKEN = 3
 _UNQUANTISED = {"F32", "F16", "BF16"}
 
@@ -97,11 +98,17 @@ def read_gguf(file: Path) -> GGUFModel:
     Raises:
         OfframpError: it is no GGUF file, or holds something else than a Llama with a byte-level BPE tokenizer.
     """
+    with file.open("rb") as start:
+        if (first := start.read(len(_MAGIC))) != _MAGIC:
+            raise OfframpError(
+                f"{file} cannot be read as GGUF: it begins with {first!r}, not with {_MAGIC!r}; give a GGUF file or "
+                "a Hugging Face directory."
+            )
     try:
         reader = GGUFReader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except (OSError, ValueError, IndexError) as fault:
-        raise OfframpError(f"{file} cannot be read as GGUF: {fault}.") from None
+        raise OfframpError(f"{file} cannot be read as GGUF: {fault}; it may be cut short, copy it again.") from None
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     try:
         hf_config, generation_config = _configs(fields, tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -46,6 +47,10 @@ class NewExits:
     init: Init = "copy"
     norm_scale: float = 1.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.norm_scale < math.inf:
+            raise OfframpError(f"norm_scale {self.norm_scale} must be a finite number above 0 (1 copies the norm).")
 
 
 def import_model(
@@ -171,8 +176,13 @@ def _say(text: str) -> None:
 app = typer.Typer(add_completion=False)
 
 
+# What means something only beside --exits; elsewhere it would be dropped without a word.
+_ABOUT_NEW_EXITS = ("head", "adapter_dim", "untied", "init", "norm_scale", "seed", "replace_exits")
+
+
 @app.command()
 def command(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -209,7 +219,12 @@ def command(
     """
     started = time.monotonic()
     new = None
-    if exits is not None:
+    if exits is None:
+        for name in _ABOUT_NEW_EXITS:
+            if (source_of := context.get_parameter_source(name)) is not None and source_of.name == "COMMANDLINE":
+                option = f"--{name.replace('_', '-')}"
+                raise typer.BadParameter("it describes new exits; say which with --exits", param_hint=option)
+    else:
         config = ExitConfig(_layers(exits), head, not untied, adapter_dim)
         new = NewExits(config, init, norm_scale, seed)
     made = import_model(
