@@ -88,6 +88,9 @@ def test_faults_are_one_sentence(
         ("{", "line 1 is not JSON"),
         ('"ok"\n{"text": 1}', "line 2 is neither"),
         ('{"messages": [{"role": "robot", "content": "x"}]}', "role"),
+        ('"ok"\n\n{"messages": []}', "line 3: "),
+        ('"ok"\n\n""', "line 3: the prompt has no token"),
+        ('"ok"\n"half \\ud800"', r"line 2: the prompt is not Unicode text: character 5 is '\ud800'"),
     ],
 )
 def test_a_faulty_prompt_file_names_the_place(
@@ -98,6 +101,18 @@ def test_a_faulty_prompt_file_names_the_place(
     code, _, err = run(capsys, directory, "--prompts", file)
     assert code == 1
     assert message in err.splitlines()[-1]
+
+
+def test_an_argument_that_is_not_utf_8_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, directory, "--prompt", "\udcff")  # as Python hands on the byte 0xff
+    assert code == 1
+    assert "--prompt: the prompt is not Unicode text" in err.splitlines()[-1]
+
+
+def test_a_directory_that_is_not_there_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, tmp_path / "nowhere", "--prompt", "hello")
+    assert code == 1
+    assert f"{tmp_path / 'nowhere'} is not a directory" in err.splitlines()[-1]
 
 
 def test_a_model_without_exits_has_no_thresholds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

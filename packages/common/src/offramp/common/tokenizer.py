@@ -17,6 +17,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer  # takes seconds to import
 
     directory = Path(path)
+    if not directory.is_dir():
+        raise OfframpError(f"{directory} is not a directory; give a checkpoint directory.")
     if not any(directory.glob("tokenizer*")) and not (directory / "vocab.json").is_file():
         raise OfframpError(f"{directory} holds no tokenizer; copy tokenizer.json and tokenizer_config.json into it.")
     try:

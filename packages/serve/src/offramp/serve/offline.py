@@ -118,9 +118,19 @@ def generate(
 
 
 def encode(engine: Engine, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt."""
+    """Token ids of a prompt.
+
+    Raises:
+        OfframpError: the text holds half a character, which no tokenizer takes.
+    """
     if not isinstance(prompt, str):
         return list(prompt)
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as fault:
+        raise OfframpError(
+            f"the prompt is not Unicode text: character {fault.start} is {prompt[fault.start]!r}; give it in UTF-8."
+        ) from None
     encoding: Any = engine.tokenizer(prompt, verbose=False)
     return list(encoding["input_ids"])
 

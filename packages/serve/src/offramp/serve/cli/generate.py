@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         seed=options.seed,
     )
     config = EngineConfig(dtype=options.dtype, sync_policy=options.sync_policy, max_num_seqs=options.max_num_seqs)
-    conversations = _conversations(options)
+    asked = _prompts(options)
 
     from offramp.serve.engine import Engine
     from offramp.serve.offline import generate
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     print(f"Loading {options.directory} ...", file=sys.stderr, flush=True)
     engine = Engine.from_checkpoint(options.directory, config)
     exits = exit_options(engine, options.measure, options.threshold, options.kv_policy)
-    prompts = [_encode(engine, item) for item in conversations]
+    prompts = [_encode(engine, prompt) for prompt in asked]
     with tqdm(desc="Generating", unit="token", total=None, delay=1, file=sys.stderr) as bar:
 
         def advance(index: int, output: RequestOutput) -> None:
@@ -133,21 +133,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _conversations(options: argparse.Namespace) -> list[str | list[Any]]:
-    """Prompts: text, or the messages of a conversation."""
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    """A text, or the messages of a conversation; and where it stands, for messages about it."""
+
+    content: str | list[Any]
+    place: str
+
+
+def _prompts(options: argparse.Namespace) -> list[_Prompt]:
+    """What the command line, a file or standard input asks for."""
+
+    def as_asked(content: str | list[Any], place: str) -> _Prompt:
+        chat = options.chat and isinstance(content, str)
+        return _Prompt([{"role": "user", "content": content}] if chat else content, place)
+
     if options.prompts is None:
-        text = sys.stdin.read() if options.prompt is None else options.prompt
-        return [[{"role": "user", "content": text}] if options.chat else text]
+        if options.prompt is not None:
+            return [as_asked(options.prompt, "--prompt")]
+        try:
+            return [as_asked(sys.stdin.read(), "standard input")]
+        except UnicodeError as fault:
+            raise OfframpError(f"standard input cannot be read: {fault}; give UTF-8.") from None
     try:
         lines = options.prompts.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as fault:
         raise OfframpError(f"{options.prompts} cannot be read: {fault}.") from None
-    found: list[str | list[Any]] = []
+    found: list[_Prompt] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            prompt = _prompt_of(line, f"{options.prompts}, line {number}")
-            chat = options.chat and isinstance(prompt, str)
-            found.append([{"role": "user", "content": prompt}] if chat else prompt)
+            place = f"{options.prompts}, line {number}"
+            found.append(as_asked(_prompt_of(line, place), place))
     if not found:
         raise OfframpError(f"{options.prompts} holds no prompt; write one JSON value on each line.")
     return found
@@ -165,20 +181,24 @@ def _prompt_of(line: str, where: str) -> str | list[Any]:
     return value
 
 
-def _encode(engine: Engine, prompt: str | list[Any]) -> list[int]:
+def _encode(engine: Engine, prompt: _Prompt) -> list[int]:
     from offramp.serve.offline import encode
     from offramp.serve.protocol.errors import ApiError
     from offramp.serve.protocol.prompts import encode_chat
     from offramp.serve.protocol.requests import ChatBody, parse_body
 
-    if isinstance(prompt, str):
-        return encode(engine, prompt)
     try:
-        # Conversations are read as the server reads them.
-        body = parse_body(ChatBody, {"model": "offline", "messages": prompt})
-        return encode_chat(body, engine.tokenizer)
-    except ApiError as fault:
-        raise OfframpError(str(fault)) from None
+        if isinstance(prompt.content, str):
+            tokens = encode(engine, prompt.content)
+        else:
+            # Conversations are read as the server reads them.
+            body = parse_body(ChatBody, {"model": "offline", "messages": prompt.content})
+            tokens = encode_chat(body, engine.tokenizer)
+    except (ApiError, OfframpError) as fault:
+        raise OfframpError(f"{prompt.place}: {fault}") from None
+    if not tokens:
+        raise OfframpError(f"{prompt.place}: the prompt has no token; give some text.")
+    return tokens
 
 
 def _to_json(completion: Completion) -> dict[str, Any]:
