@@ -69,6 +69,7 @@ def test_generator_rows_and_options(tmp_path: Path) -> None:
         ({"path": "nothing/*.txt"}, "no file matches 'nothing/*.txt'"),
         ({"path": "data.xyz"}, "cannot tell the format"),
         ({"path": "broken.jsonl"}, "cannot be read"),
+        ({"path": "empty.jsonl"}, "has no rows"),
         ({"kind": "generator", "path": "helpers.rows"}, "'module:function'"),
         ({"kind": "generator", "path": "helpers.rows:nope"}, "'helpers.rows:nope' cannot be imported"),
         ({"kind": "docstrings", "options": {"splt": "train"}}, "unknown option 'splt'"),
@@ -79,6 +80,7 @@ def test_what_cannot_be_read_is_said_in_a_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.xyz").write_text("?")
+    (tmp_path / "empty.jsonl").touch()
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     with pytest.raises(OfframpError, match=words.replace("*", r"\*")):
         load_rows(SourceConfig(**settings), tmp_path)  # pyright: ignore[reportArgumentType]

@@ -138,6 +138,9 @@ def _load_files(source: SourceConfig) -> Dataset | IterableDataset:
             raise OfframpError(f"no file matches {pattern!r} (looked from {Path.cwd()}); correct the source's path")
         files += matches
     files = [str(Path(file).resolve()) for file in dict.fromkeys(files)]
+    if not any(Path(file).stat().st_size for file in files):
+        # The readers of `datasets` end in a bare StopIteration here.
+        raise OfframpError(f"the source {source.name} has no rows: {len(files)} files, all of them empty")
     readers = {file: _reader(file) for file in files}
     if len(set(readers.values())) > 1:
         kinds = ", ".join(sorted(set(readers.values())))
