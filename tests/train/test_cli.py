@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from mlflow import MlflowClient
 
@@ -15,7 +16,7 @@ from helpers.tiny import tiny_checkpoint, tiny_tokenizer
 from offramp.common.cli import main
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
-from offramp.train.cli import build, run
+from offramp.train.cli import Stage, build, run
 from offramp.train.recipe import parse_command_line
 from offramp.train.recipe_errors import explain
 from offramp.train.tracking.logger import RUN_FILE
@@ -100,6 +101,21 @@ def test_resume_continues_the_run_and_keeps_changed_parameters_as_tags(here: Pat
     assert [point.step for point in history] == [0, 1, 2, 3, 4]
     assert run("fit", argv()) == 0
     assert len(runs()) == 2
+
+
+class Trap:
+    """Says so when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("unpickled"),)
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test"])
+def test_a_checkpoint_is_never_unpickled(here: Path, command: Stage) -> None:
+    torch.save({"state_dict": {}, "anything": Trap()}, "foreign.ckpt")
+    with pytest.raises(OfframpError, match=r"foreign\.ckpt holds more than tensors and plain values"):
+        run(command, argv(ckpt_path="foreign.ckpt", data__test="${data.validation}"))
+    assert not Path("unpickled").exists()
 
 
 def test_validate_and_test_have_runs_of_their_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

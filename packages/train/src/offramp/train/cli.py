@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
@@ -113,6 +114,11 @@ def run(stage: Stage, argv: Sequence[str]) -> int:
                 logger.finalize("failed")
             if isinstance(fault, SystemExit) and isinstance(fault.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from fault  # Lightning turns Ctrl-C into exit code 1
+            if isinstance(fault, UnpicklingError):
+                raise OfframpError(
+                    f"{checkpoint} holds more than tensors and plain values, and nothing else is unpickled; give a "
+                    "checkpoint that Offramp wrote."
+                ) from fault
             raise
         if torch.distributed.is_initialized():
             # Left to the interpreter's end, gloo's threads are now and then joined in an order that never returns.
@@ -131,12 +137,13 @@ def _hush_libraries() -> None:
 
 def _run_trainer(stage: Stage, cli: RecipeCLI, checkpoint: str | None) -> None:
     trainer, data = cli.trainer, cli.datamodule
+    # Left to its default, Lightning unpickles whatever a local file holds; ours hold plain containers and tensors.
     if stage == "fit":
-        trainer.fit(cli.model, datamodule=data, ckpt_path=checkpoint)
+        trainer.fit(cli.model, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     elif stage == "validate":
-        trainer.validate(cli.model, datamodule=data, ckpt_path=checkpoint)
+        trainer.validate(cli.model, datamodule=data, ckpt_path=checkpoint, weights_only=True)
     else:
-        trainer.test(cli.model, datamodule=data, ckpt_path=checkpoint)
+        trainer.test(cli.model, datamodule=data, ckpt_path=checkpoint, weights_only=True)
 
 
 def last_checkpoint(trainer: pl.Trainer) -> str | None:
