@@ -16,7 +16,7 @@ from offramp.common.checkpoint import load_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
-from offramp.train.export import export_checkpoint, main
+from offramp.train.export import export_checkpoint, main, read_stages
 from offramp.train.priming import ExitPrimingModule, PrimingDataModule
 
 FILL_AWARE = {"fill_aware": {1: 0.2, 2: 0.2}}
@@ -262,6 +262,12 @@ def test_export_refuses_what_is_no_training_checkpoint(tmp_path: Path, checkpoin
         with pytest.raises(OfframpError, match=message):
             export_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stage_cut_short_is_named(tmp_path: Path) -> None:
+    (tmp_path / "stage_00.safetensors").write_bytes(b"\x10")
+    with pytest.raises(OfframpError, match=r"stage_00\.safetensors cannot be read.*cut short"):
+        read_stages(tmp_path)
 
 
 def test_export_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

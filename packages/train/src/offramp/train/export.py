@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from offramp.common.checkpoint import DTYPES, Checkpoint, save_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
-from offramp.common.hf import read_json
+from offramp.common.hf import read_json, read_tensors
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 
@@ -87,7 +86,7 @@ def read_stages(directory: Path) -> dict[str, Tensor]:
     files = sorted(directory.glob("stage_*.safetensors"))
     if not files:
         raise OfframpError(f"{directory} holds no stage_*.safetensors; it is not a checkpoint of deepspeed_pipeline.")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
 
 
 def export_checkpoint(
