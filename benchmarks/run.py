@@ -11,7 +11,7 @@ from pathlib import Path
 from offramp.common.cli import main
 from offramp.common.importing import import_model
 
-MODEL = Path("out/bench/smollm2")
+MODEL = Path("build/bench/smollm2")
 
 
 def run(arguments: list[str]) -> int:

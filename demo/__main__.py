@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from demo.cron_task import Row, cron_rows
 from demo.measure import Measurement, measure
@@ -191,12 +191,12 @@ def choose_thresholds(settings: Settings, source: Path, data: Path, out: Path, c
     engine = Engine.from_checkpoint(source, EngineConfig(max_model_len=512))
     prompts = [row["prompt"] for row in read_rows(data / "calibration.jsonl")]
     with progress_bar(console) as bar:
-        tasks: dict[str, object] = {}
+        tasks: dict[str, TaskID] = {}
 
         def show(phase: str, done: int, total: int) -> None:
             if phase not in tasks:
                 tasks[phase] = bar.add_task(phase, total=total)
-            bar.update(tasks[phase], completed=done)  # type: ignore[arg-type]
+            bar.update(tasks[phase], completed=done)
 
         found = calibrate(checkpoint, engine, prompts, settings.targets, settings.max_tokens, show)
     checkpoint.policy, checkpoint.calibration = found.points["safe"], found.record

@@ -23,7 +23,7 @@ from offramp.common.exits.confidence import confidence
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.engine import Engine
 from offramp.serve.offline import Completion, generate
-from offramp.serve.request import ExitOptions, SamplingParams
+from offramp.serve.request import ExitOptions, RequestOutput, SamplingParams
 
 PRECISIONS = (0.999, 0.995, 0.99, 0.98, 0.97, 0.95, 0.92, 0.88)
 MIN_TOKENS = 30  # an exit that fewer calibration tokens would use is left closed
@@ -125,9 +125,9 @@ def _generate(
 ) -> list[Completion]:
     finished = 0
 
-    def count(index: int, output: object) -> None:
+    def count(index: int, output: RequestOutput) -> None:
         nonlocal finished
-        if getattr(output, "finish_reason", None) is not None:
+        if output.finish_reason is not None:
             finished += 1
             on_progress(phase, finished, len(prompts))
 

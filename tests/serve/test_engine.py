@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from helpers.engines import Job, drain, make_engine, run_jobs
-from helpers.tiny import EOS_ID, tiny_checkpoint, tiny_model
+from helpers.tiny import EOS_ID, tiny_checkpoint, tiny_model, tiny_tokenizer
+from offramp.common.checkpoint import Checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
@@ -20,6 +21,7 @@ from offramp.serve.executor import Departure, Executor
 from offramp.serve.offline import generate
 from offramp.serve.request import ExitOptions, Request, RequestOutput, SamplingParams
 from offramp.serve.scheduler import QueueFullError
+from offramp.serve.text import TextStream
 
 EXITS = ExitConfig((1, 2, 3), "norm")
 EARLY = ExitPolicy("margin", {1: 0.2, 2: 0.2, 3: 0.2})
@@ -137,6 +139,28 @@ def test_logits_that_are_not_finite_fail_one_request_and_leave_no_trace_in_its_b
     assert "not finite" in str(ends["bad"].error)
     for request in (beside, *after):
         assert (request.output_token_ids, request.exit_layers) == good
+
+
+def test_a_token_that_cannot_be_read_fails_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = TextStream.push
+    broken: list[TextStream] = []
+
+    def reading(self: TextStream, token_id: int, may_stop: bool = True) -> str:
+        if not broken or self in broken:
+            broken.append(self)
+            raise ValueError("no such piece")
+        return push(self, token_id, may_stop)
+
+    monkeypatch.setattr(TextStream, "push", reading)
+    config = EngineConfig(num_blocks=64, max_model_len=64)
+    engine = Engine(Checkpoint(tiny_model(EXITS), {}), config, tiny_tokenizer())
+    for name in ("bad", "beside"):
+        engine.add_request(make_request(name))
+    ends = finished(drain(engine))
+    assert ends["bad"].finish_reason == "error"
+    assert "no such piece" in str(ends["bad"].error)
+    assert ends["beside"].finish_reason == "length"
+    assert engine.num_free_blocks == 64
 
 
 def test_requests_that_can_never_run_are_refused_at_once() -> None:

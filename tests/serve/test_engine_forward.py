@@ -50,9 +50,16 @@ def test_one_row_at_full_depth_keeps_nobody_inside_under_all() -> None:
 
 @pytest.mark.parametrize("sync_policy", ["all", "regroup"])
 @pytest.mark.parametrize("measure", ["margin", "max_probability", "entropy", "cosine"])
-def test_thresholds_of_one_or_more_are_exactly_full_depth(measure: str, sync_policy: str) -> None:
+@pytest.mark.parametrize(
+    "thresholds",
+    # The first are closed, so nothing is tested; the others are tested at every token and never exceeded.
+    [{1: 1.0, 2: 1.5, 3: 2.0}, {1: 1 - 1e-9, 2: 1.5, 3: 1 - 1e-9}],
+)
+def test_thresholds_that_nothing_exceeds_are_exactly_full_depth(
+    measure: str, sync_policy: str, thresholds: dict[int, float]
+) -> None:
     model = tiny_model(EXITS, seed=1)
-    never = ExitPolicy(measure, {1: 1.0, 2: 1.5, 3: 2.0})  # pyright: ignore[reportArgumentType]
+    never = ExitPolicy(measure, thresholds)  # pyright: ignore[reportArgumentType]
     jobs = random_jobs([never] * 4)
     full = run_jobs(make_engine(model), [Job(job.prompt, job.max_tokens) for job in jobs])
     engine = make_engine(model, sync_policy=sync_policy)

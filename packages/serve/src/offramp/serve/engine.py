@@ -261,14 +261,21 @@ class Engine:
         live = self._live[request.request_id]
         if live.text is None:
             return False
-        live.piece += live.text.push(token_id, request.may_stop)
+        try:
+            live.piece += live.text.push(token_id, request.may_stop)
+        except Exception as fault:  # a tokenizer's; its other requests must not pay for it
+            log.exception("token %d of request %s cannot be read", token_id, request.request_id)
+            self._scheduler.fail(
+                request.request_id, f"token {token_id} cannot be read: {type(fault).__name__}: {fault}"
+            )
+            return False
         return live.text.stopped
 
     def _report(self, request: Request, first_token: int) -> RequestOutput:
         live = self._live[request.request_id]
         if request.status.is_finished:
             del self._live[request.request_id]
-            if live.text is not None:
+            if live.text is not None and request.status is not RequestStatus.FAILED:
                 live.piece += live.text.flush()
         text, live.piece = live.piece, ""
         return RequestOutput.of(request, first_token, text)

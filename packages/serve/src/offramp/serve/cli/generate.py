@@ -33,7 +33,14 @@ def main(argv: list[str]) -> int:
         top_p=options.top_p,
         seed=options.seed,
     )
-    config = EngineConfig(dtype=options.dtype, sync_policy=options.sync_policy, max_num_seqs=options.max_num_seqs)
+    seats = options.max_num_seqs
+    config = EngineConfig(
+        dtype=options.dtype,
+        sync_policy=options.sync_policy,
+        max_num_seqs=seats,
+        # Every seat must be able to advance in every iteration.
+        max_tokens_per_iteration=max(EngineConfig.max_tokens_per_iteration, seats),
+    )
     asked = _prompts(options)
 
     from offramp.serve.engine import Engine

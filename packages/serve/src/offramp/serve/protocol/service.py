@@ -35,7 +35,9 @@ from offramp.serve.scheduler import QueueFullError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DEFAULT_COMPLETION_TOKENS = 16
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+# OpenAI's is "as much as fits". Here the cache reserves room for it, so a few idle chats would keep all others out.
+DEFAULT_CHAT_TOKENS = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -110,7 +112,7 @@ class OpenAIService:
         self._check_model(parsed)
         ids = encode_chat(parsed, self._tokenizer)
         asked = parsed.max_completion_tokens if parsed.max_tokens is None else parsed.max_tokens
-        budget = self._budget(len(ids), asked, self.card.max_model_len, "messages")
+        budget = self._budget(len(ids), asked, DEFAULT_CHAT_TOKENS, "messages")
         logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
         return self._generate(ChatGeneration, f"chatcmpl-{reply_id}", parsed, [ids], [budget], logprobs)
 

@@ -73,19 +73,31 @@ def archive(
         `folder`.
 
     Raises:
-        OfframpError: `checkpoint` is no checkpoint directory, the name cannot stand in a URL, or `folder` exists.
+        OfframpError: `checkpoint` is no checkpoint directory, the name cannot stand in a URL, or `folder` exists, lies
+            in the checkpoint or cannot be written.
     """
     for what, text in (("model name", name), ("model version", version)):
         if not _NAME.fullmatch(text):
             raise OfframpError(
                 f"{what} {text!r} cannot stand in a URL; use letters, digits, dots, dashes and underscores."
             )
+    settings = model_config(worker or WorkerSettings(), handler or HandlerSettings(), engine or {})
     files = _checkpoint_files(checkpoint)
     if folder.exists():
         if not overwrite:
             raise OfframpError(f"{folder} already exists; choose another place or overwrite it with --force.")
         if not (folder / MANIFEST).is_file():
             raise OfframpError(f"{folder} is not a model folder, so it is not overwritten; choose another place.")
+    if checkpoint.resolve() in folder.resolve().parents:
+        raise OfframpError(f"{folder} lies in the checkpoint directory {checkpoint}; choose a place outside of it.")
+    try:
+        _build(files, folder, _manifest(name, version), settings)
+    except (OSError, shutil.Error) as fault:
+        raise OfframpError(f"{folder} cannot be written: {fault}; choose another place.") from fault
+    return folder
+
+
+def _build(files: list[Path], folder: Path, manifest: dict[str, Any], settings: dict[str, Any]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -93,9 +105,8 @@ def archive(
         for file in files:
             _link_or_copy(file, building / CHECKPOINT / file.name)
         (building / MANIFEST).parent.mkdir()
-        (building / MANIFEST).write_text(json.dumps(_manifest(name, version), indent=2) + "\n")
+        (building / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         (building / HANDLER).write_text(_HANDLER_SOURCE)
-        settings = model_config(worker or WorkerSettings(), handler or HandlerSettings(), engine or {})
         (building / MODEL_CONFIG).write_text(yaml.safe_dump(settings, sort_keys=False))
         building.chmod(0o755)  # mkdtemp's 0700 would lock out a server that runs as another user
         if folder.exists():
@@ -104,7 +115,6 @@ def archive(
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
-    return folder
 
 
 def read_manifest(folder: Path) -> tuple[str, str]:
@@ -134,6 +144,8 @@ def _checkpoint_files(checkpoint: Path) -> list[Path]:
         raise OfframpError(f"{checkpoint} has no config.json, so it is not a checkpoint directory.")
     if not any(name.endswith(".safetensors") for name in names):
         raise OfframpError(f"{checkpoint} has no *.safetensors file; only safetensors weights are served.")
+    if not any(name.startswith("tokenizer") or name == "vocab.json" for name in names):
+        raise OfframpError(f"{checkpoint} holds no tokenizer; copy tokenizer.json and tokenizer_config.json into it.")
     return files
 
 

@@ -19,7 +19,7 @@ CONFIG_FILE = "config.yaml"
 
 
 class RunRecorder(pl.Callback):
-    """Writes the resolved configuration beside the checkpoints and into the MLflow run, and tells all ranks the run id.
+    """Writes the resolved configuration beside the checkpoints and into the MLflow run.
 
     Args:
         config: plain containers. Secrets are masked in what is written.
@@ -27,7 +27,6 @@ class RunRecorder(pl.Callback):
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = mask(config)
-        self.run_id: str | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -43,8 +42,6 @@ class RunRecorder(pl.Callback):
             for logger in loggers:
                 logger.log_hyperparams(self.config)
                 logger.log_text(text, name)
-        run_id = loggers[0].run_id if loggers and trainer.is_global_zero else None
-        self.run_id = trainer.strategy.broadcast(run_id)
 
 
 class Termination(pl.Callback):
