@@ -196,6 +196,13 @@ def test_two_processes_make_one_run_and_sigterm_ends_both(here: Path) -> None:
         ({"data__train__limit": "0"}, "^source limit 0 must be at least 1"),
         ({"model__class_path": "helpers.probe.Prob"}, "'model'.*no attribute 'Prob'"),
         ({"trainer__strategy": "warp"}, "the configuration is refused.*invalid strategy.*warp"),
+        ({"trainer__accelerator": "gpu"}, "the configuration is refused: No supported gpu backend found"),
+        ({"trainer__precision": "fp16"}, "'trainer.precision' must be .*'bf16-mixed'.*, but its value is fp16"),
+        ({"trainer": "5"}, "'trainer' must hold keys of its own, but its value is '5'"),
+        ({"data": "rows.jsonl"}, "'data' must hold keys of its own, but its value is 'rows.jsonl'"),
+        ({"ckpt_path": "none.ckpt"}, "'ckpt_path'.*none.ckpt does not exist"),
+        ({"ckpt_path": "recipe.yaml"}, "recipe.yaml cannot be read as a Lightning checkpoint"),
+        ({"ckpt_path": "tokenizer"}, "tokenizer is a directory.*deepspeed_pipeline"),
     ],
 )
 def test_faults_of_a_recipe_are_one_sentence(here: Path, overrides: dict[str, str], words: str) -> None:

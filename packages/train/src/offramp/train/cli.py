@@ -9,6 +9,7 @@ import inspect
 import logging
 import sys
 import warnings
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -19,7 +20,9 @@ import torch.distributed
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from offramp.common.errors import OfframpError
 from offramp.train.export import RECORD_FILE
@@ -102,6 +105,8 @@ def run(stage: Stage, argv: Sequence[str]) -> int:
         checkpoint = cli.config.get("ckpt_path")
         if checkpoint == "last":
             checkpoint = last_checkpoint(cli.trainer)
+        elif checkpoint is not None:
+            check_checkpoint(checkpoint, cli.trainer)
         loggers = [logger for logger in cli.trainer.loggers if isinstance(logger, OfframpMLFlowLogger)]
         for logger in loggers:
             if stage == "fit":
@@ -119,6 +124,8 @@ def run(stage: Stage, argv: Sequence[str]) -> int:
                     f"{checkpoint} holds more than tensors and plain values, and nothing else is unpickled; give a "
                     "checkpoint that Offramp wrote."
                 ) from fault
+            if isinstance(fault, MisconfigurationException):
+                raise OfframpError(f"the configuration is refused: {' '.join(str(fault).split())}") from fault
             raise
         if torch.distributed.is_initialized():
             # Left to the interpreter's end, gloo's threads are now and then joined in an order that never returns.
@@ -159,6 +166,30 @@ def last_checkpoint(trainer: pl.Trainer) -> str | None:
         rank_zero_info(f"no checkpoint in {directory} yet; starting from the beginning")
         return None
     return str(max(complete, key=lambda path: path.stat().st_mtime))
+
+
+def check_checkpoint(checkpoint: str, trainer: pl.Trainer) -> None:
+    """Refuses what cannot be a training checkpoint before anything is prepared for it; addresses are left to Lightning.
+
+    Raises:
+        OfframpError: there is nothing, or not what the trainer's strategy reads.
+    """
+    path = Path(checkpoint)
+    if "://" in checkpoint:
+        return
+    if not path.exists():
+        raise OfframpError(
+            f"configuration key 'ckpt_path': {path} does not exist; give a training checkpoint, or 'last'"
+        )
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        return  # it says itself what it does not read
+    if path.is_dir():
+        raise OfframpError(
+            f"{path} is a directory, which only deepspeed_pipeline reads; set trainer.strategy, or turn it into a "
+            "checkpoint directory with 'offramp export' and start a new run from that"
+        )
+    if not zipfile.is_zipfile(path):
+        raise OfframpError(f"{path} cannot be read as a Lightning checkpoint; it is something else, or cut short")
 
 
 class RecipeCLI(LightningCLI):
@@ -221,9 +252,11 @@ def build(arguments: RecipeArguments) -> RecipeCLI:
 def with_defaults(recipe: dict[str, Any], name: str) -> dict[str, Any]:
     """A recipe with the command's defaults: classes, run directory, logger, one seed for all."""
     recipe = dict(recipe)
+    for section in ("trainer", *DEFAULT_CLASSES):
+        if not isinstance(part := recipe.get(section), dict | None):
+            raise OfframpError(f"configuration key {section!r} must hold keys of its own, but its value is {part!r}")
     for section, class_path in DEFAULT_CLASSES.items():
-        part = recipe.get(section)
-        recipe[section] = {"class_path": class_path, **(part if isinstance(part, dict) else {})}
+        recipe[section] = {"class_path": class_path, **(recipe.get(section) or {})}
     trainer = dict(recipe.get("trainer") or {})
     trainer.setdefault("default_root_dir", f"runs/{name}")
     if trainer.get("logger") in (None, True, "true"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from offramp.common.errors import OfframpError
 from offramp.train.recipe import import_object
@@ -22,6 +23,8 @@ def explained(recipe: dict[str, Any]) -> Iterator[None]:
         yield
     except OfframpError:
         raise
+    except MisconfigurationException as fault:
+        raise OfframpError(f"the configuration is refused: {' '.join(str(fault).split())}") from fault
     except (ArgumentError, ValueError, TypeError, ImportError, AttributeError) as fault:
         cause: BaseException | None = fault
         while cause is not None:
@@ -55,7 +58,7 @@ def explain(message: str, recipe: dict[str, Any]) -> str:
     path: list[str] = []
     class_path = ""
     value = ""
-    wrong_type = ""
+    wanted: list[str] = []
     for line in (raw.strip().removeprefix("- ") for raw in message.splitlines()):
         if match := _KEY.match(line):
             path += match["key"].split(".")
@@ -70,16 +73,18 @@ def explain(message: str, recipe: dict[str, Any]) -> str:
             # The alternative "nothing at all" is never what was meant.
             if match["value"] is not None:
                 value = match["value"]
-            if expected != "null" and not wrong_type:
-                wrong_type = expected
-        elif line.startswith("Given value: ") and not value and wrong_type:
+            if expected != "null" and expected not in wanted:
+                wanted.append(expected)
+        elif line.startswith("Given value: ") and not value and wanted:
             value = line.removeprefix("Given value: ")
-        elif not _NOISE.match(line) and not wrong_type:
+        elif not _NOISE.match(line) and not wanted:
             return f"configuration key {'.'.join(path)!r}: {line}" if path else f"the configuration is refused: {line}"
-        if wrong_type and value:
+        if wanted and value:
             break
     key = ".".join(path)
-    return f"configuration key {key!r} must be {wrong_type or 'of another type'}, but its value is {value[:100]}"
+    return (
+        f"configuration key {key!r} must be {' or '.join(wanted) or 'of another type'}, but its value is {value[:100]}"
+    )
 
 
 def _type_name(text: str) -> str:
