@@ -84,10 +84,10 @@ def test_an_existing_folder_is_replaced_only_when_told_and_only_a_model_folder(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "nothing half-made is left"
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_an_incomplete_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, missing: str) -> None:
     (checkpoint / missing).unlink()
-    with pytest.raises(OfframpError, match="safetensors" if "safetensors" in missing else missing):
+    with pytest.raises(OfframpError, match=missing.removeprefix("model")):
         archive(checkpoint, tmp_path / "m", name="m")
     assert not (tmp_path / "m").exists()
 
@@ -96,6 +96,16 @@ def test_an_incomplete_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, m
 def test_a_name_that_cannot_stand_in_a_url_is_refused(checkpoint: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(OfframpError, match="URL"):
         archive(checkpoint, tmp_path / "m", name=name)
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OfframpError, match="cannot be written"):
+        archive(checkpoint, tmp_path / "file" / "m", name="m")
+    before = sorted(checkpoint.iterdir())
+    with pytest.raises(OfframpError, match="lies in the checkpoint directory"):
+        archive(checkpoint, checkpoint / "m", name="m")
+    assert sorted(checkpoint.iterdir()) == before
 
 
 def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
