@@ -248,6 +248,20 @@ def test_the_default_model_is_built_and_trained(here: Path) -> None:
         run("fit", argv(model__optimizer__warmup_step="2"))
 
 
+def test_explain_names_the_type_of_the_innermost_key() -> None:
+    message = """Parser key "trainer.strategy":
+  Does not validate against any of the Union subtypes
+  Subtypes: [<class 'str'>, <class 'lightning.pytorch.strategies.strategy.Strategy'>]
+  Errors:
+    - Expected a <class 'str'>
+    - Problem with given class_path 'some.Strategy':
+        Parser key "zero_stage":
+          Expected a typing.Literal[0, 1]. Got value: 2"""
+    assert explain(message, {}) == (
+        "configuration key 'trainer.strategy.zero_stage' must be Literal[0, 1], but its value is 2"
+    )
+
+
 def test_explain_survives_what_it_does_not_know() -> None:
     assert explain("something new", {}) == "the configuration is refused: something new"
     assert "\n" not in explain("", {})

@@ -62,6 +62,7 @@ def explain(message: str, recipe: dict[str, Any]) -> str:
     for line in (raw.strip().removeprefix("- ") for raw in message.splitlines()):
         if match := _KEY.match(line):
             path += match["key"].split(".")
+            wanted.clear()  # what was tried in place of the group that this key is in
         elif match := _CLASS.match(line):
             class_path = match["path"]
         elif match := _UNKNOWN.match(line):
