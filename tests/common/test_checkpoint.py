@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.tiny import tiny_checkpoint, tiny_config, tiny_model
 from offramp.common import checkpoint as module
-from offramp.common.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from offramp.common.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_record
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
@@ -236,11 +236,22 @@ def test_exits_without_weights_can_be_declared_on_a_plain_directory(tmp_path: Pa
     torch.testing.assert_close(out.logits[2], declared.model.lm_head(expected))
 
 
+def test_exits_can_be_declared_where_a_record_only_says_where_weights_come_from(tmp_path: Path) -> None:
+    plain = tiny_checkpoint(tmp_path / "plain")
+    checkpoint = load_checkpoint(plain)
+    checkpoint.provenance = {"dequantised_from": "a file"}
+    write_record(plain, checkpoint)
+    declared = load_checkpoint(plain, exits=ExitConfig((2,), "final"))
+    assert declared.exits.layers == (2,)
+    assert declared.provenance == checkpoint.provenance
+    assert load_checkpoint(plain).exits.layers == ()
+
+
 def test_exits_that_need_weights_cannot_be_declared(tmp_path: Path, directory: Path) -> None:
     plain = tiny_checkpoint(tmp_path / "plain")
     with pytest.raises(OfframpError, match=r"head 'norm' need weights; add them with `offramp import --exits`"):
         load_checkpoint(plain, exits=ExitConfig((2,)))
-    with pytest.raises(OfframpError, match=r"already has exits of its own"):
+    with pytest.raises(OfframpError, match=r"already has exits at \["):
         load_checkpoint(directory, exits=ExitConfig((2,), "final"))
 
 

@@ -116,15 +116,15 @@ def load_checkpoint(
         raise OfframpError(f"{directory} is not a directory; give a checkpoint directory.")
     hf_config = read_json(directory / "config.json")
     config = ModelConfig.from_hf(hf_config)
-    record: dict[str, Any] = {}
-    if (directory / EXITS_JSON).is_file():
-        if exits is not None:
-            raise OfframpError(f"{directory} already has exits of its own ({EXITS_JSON}); do not declare others.")
-        record = _read_record(directory, verify)
-        exits = ExitConfig.from_json(record["exits"])
-    elif exits is not None and not (exits.head in ("bare", "final") and exits.tied):
+    if exits is not None and not (exits.head in ("bare", "final") and exits.tied):
         raise OfframpError(f"exits with head {exits.head!r} need weights; add them with `offramp import --exits`.")
-    exits = exits or ExitConfig()
+    record = _read_record(directory, verify) if (directory / EXITS_JSON).is_file() else {}
+    own = ExitConfig.from_json(record["exits"]) if record else ExitConfig()
+    if exits is not None and own.layers:
+        raise OfframpError(
+            f"{directory} already has exits at {list(own.layers)} ({EXITS_JSON}); leave out the ones declared."
+        )
+    exits = exits if exits is not None else own  # a record without exits only says where the weights come from
     weights = read_weights(directory, config.tie_word_embeddings)
     if (directory / EXITS_WEIGHTS).is_file():
         weights |= _read_exit_weights(directory / EXITS_WEIGHTS)
