@@ -11,6 +11,7 @@ import yaml
 
 from offramp.common.errors import OfframpError
 from offramp.serve.cli.archive import main as archive_main
+from offramp.serve.cli.serve import main as serve_main
 from offramp.serve.config import EngineConfig
 from offramp.serve.model_source import resolve_model
 from offramp.serve.torchserve import java
@@ -159,6 +160,12 @@ def test_java_must_be_new_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(OfframpError, match="does not run"):
         java.find_java()
+
+
+@pytest.mark.parametrize("seconds", ["nan", "0", "-1", "inf"])
+def test_a_time_to_wait_that_never_ends_or_never_was_is_refused(checkpoint: Path, seconds: str) -> None:
+    with pytest.raises(OfframpError, match=r"--ready-timeout .* must be a finite number of seconds above 0"):
+        serve_main([str(checkpoint), "--port", "0", "--ready-timeout", seconds])
 
 
 def test_a_port_in_use_is_a_clear_error(checkpoint: Path, tmp_path: Path) -> None:

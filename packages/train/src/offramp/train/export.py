@@ -13,6 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,8 @@ def _read_directory(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise OfframpError(f"{path} cannot be read as a Lightning checkpoint; it is something else, or cut short.")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import signal
 import sys
@@ -44,6 +45,8 @@ def main(argv: list[str]) -> int:
     )
     add_engine_options(parser)
     options = parser.parse_args(argv)
+    if not 0 < options.ready_timeout < math.inf:
+        raise OfframpError(f"--ready-timeout {options.ready_timeout} must be a finite number of seconds above 0.")
     settings = engine_settings(options)
     with _signals_raise_stop():
         try:
