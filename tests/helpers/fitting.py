@@ -72,6 +72,9 @@ class Numbers(pl.LightningDataModule):
         kwargs = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         return Steps(rows, self.global_batch // kwargs["num_replicas"], kwargs["num_replicas"], kwargs["rank"], time)
 
+    def describe(self) -> dict[str, Any]:
+        return {"examples": ROWS}
+
     def train_dataloader(self) -> Any:
         return self._steps([(7 * row, row % 5) for row in range(ROWS)], 9)
 
