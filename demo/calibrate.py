@@ -25,7 +25,7 @@ from offramp.serve.engine import Engine
 from offramp.serve.offline import Completion, generate
 from offramp.serve.request import ExitOptions, RequestOutput, SamplingParams
 
-PRECISIONS = (0.999, 0.995, 0.99, 0.98, 0.97, 0.95, 0.92, 0.88)
+PRECISIONS = (1.0, 0.999, 0.995, 0.99, 0.98, 0.97, 0.95, 0.92, 0.88)
 MIN_TOKENS = 30  # an exit that fewer calibration tokens would use is left closed
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from cron_task import Split, cron_rows, describe, prompt_for, split_of
+from demo.cron_task import Split, cron_rows, describe, prompt_for, split_of
 
 SPLITS: tuple[Split, ...] = ("train", "calibration", "test")
 
