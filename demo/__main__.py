@@ -55,8 +55,8 @@ class Settings:
     train_rows: int = 6000
     validation_rows: int = 64
     calibration_rows: int = 120
-    test_rows: int = 64
-    alone_rows: int = 16
+    test_rows: int = 48
+    alone_rows: int = 12
     max_tokens: int = 64
     concurrency: int = 8
     rounds: int = 1
@@ -233,8 +233,8 @@ def serve_and_measure(
         with served(archives / sync_policy, console) as base_url, progress_bar(console) as bar:
             for concurrency in seats:
                 asked = prompts[: settings.alone_rows] if concurrency == 1 else prompts
-                manner = "one at a time" if concurrency == 1 else f"{concurrency} at a time, {sync_policy}"
-                ways = {f"full depth, {manner}": {"exit_policy": "full"}} | {
+                manner = "alone" if concurrency == 1 else f"{concurrency} {sync_policy}"
+                ways = {f"full, {manner}": {"exit_policy": "full"}} | {
                     f"{name}, {manner}": {"exit_policy": "early", "thresholds": point["thresholds"]}
                     for name, point in points.items()
                     if point["thresholds"]
@@ -287,10 +287,12 @@ def closing_words(settings: Settings, work: Path, results: list[Measurement], co
     exits = (*settings.exits, max(layer for one in results for layer in one.layers))
     console.print()
     # Greedy texts do not depend on what is asked beside them, so one full-depth list is compared with all others.
-    full = max((one for one in results if one.name.startswith("full depth")), key=lambda one: len(one.answers))
+    full = max((one for one in results if one.name.startswith("full,")), key=lambda one: len(one.answers))
     console.print(results_table(results, full, exits, "Unseen cron expressions through TorchServe"))
     console.print(
-        "speed: times full depth asked in the same manner; same: texts as at full depth; right: as the teacher"
+        "alone: one request at a time; otherwise so many at a time, and the sync policy\n"
+        "speed: times full depth asked in the same manner; @10: share of tokens that left there\n"
+        "same: texts as at full depth; right: as the teacher says it"
     )
     picture = work / "exit_depth.png"
     early = [one for one in results if one.mean_layers < full.mean_layers]

@@ -21,8 +21,8 @@ def results_table(
     """
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
-    exits = (f"exit {layer}" for layer in exit_layers)
-    for heading in ("tokens/s", "speed", "layers", *exits, "same", "right"):
+    exits = (f"@{layer}" for layer in exit_layers)
+    for heading in ("tok/s", "speed", "layers", *exits, "same", "right"):
         table.add_column(heading, justify="right", no_wrap=True)
     for one in measurements:
         identical = one.identical(full)

@@ -46,7 +46,7 @@ def test_the_demo_runs_and_goes_on_where_it_stopped(
     results = run(settings, work, Console(file=said, width=200))
 
     full = results[0]
-    assert full.name == "full depth, one at a time"
+    assert full.name == "full, alone"
     assert set(full.layers) == {22}
     assert {len(one.answers) for one in results} == {settings.alone_rows, settings.test_rows}
     exits = json.loads((work / "calibrate" / "model" / "exits.json").read_text())
@@ -60,5 +60,5 @@ def test_the_demo_runs_and_goes_on_where_it_stopped(
     assert {path: path.stat().st_mtime_ns for path in work.glob("*.done.json")} == stamps
 
     closing_words(settings, work, results, Console(file=said, width=200), 1.0)
-    assert "full depth" in said.getvalue()
+    assert "full, alone" in said.getvalue()
     assert (work / "exit_depth.png").read_bytes().startswith(b"\x89PNG")
