@@ -6,6 +6,7 @@ The demo uses the public commands and APIs only, so every step can be repeated b
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -240,7 +241,7 @@ def serve_and_measure(
                     if point["thresholds"]
                 }
                 task = bar.add_task(manner, total=None)
-                found = measure(
+                asking = measure(
                     base_url,
                     NAME,
                     asked,
@@ -250,6 +251,7 @@ def serve_and_measure(
                     rounds=settings.rounds,
                     on_progress=lambda done, total, task=task: bar.update(task, completed=done, total=total),
                 )
+                found = asyncio.run(asking)
                 full = found[0].tokens_per_second
                 measurements += [one.compared(full, references) for one in found]
     (out / "measurements.json").write_text(json.dumps([one.to_json() for one in measurements]))

@@ -84,7 +84,7 @@ class Measurement:
         return sum(ours.text == theirs.text for ours, theirs in pairs) / len(pairs)
 
 
-def measure(
+async def measure(
     base_url: str,
     model: str,
     prompts: Sequence[str],
@@ -107,19 +107,6 @@ def measure(
         rounds: the ways take turns this many times; times are medians.
         on_progress: told how many requests are done, out of how many.
     """
-    return asyncio.run(_measure(base_url, model, prompts, ways, max_tokens, concurrency, rounds, on_progress))
-
-
-async def _measure(
-    base_url: str,
-    model: str,
-    prompts: Sequence[str],
-    ways: dict[str, dict[str, Any]],
-    max_tokens: int,
-    concurrency: int,
-    rounds: int,
-    on_progress: Callable[[int, int], None],
-) -> list[Measurement]:
     done, total = 0, len(prompts) * len(ways) * rounds
     answers: dict[str, list[Answer]] = {}
     seconds: dict[str, list[float]] = {name: [] for name in ways}

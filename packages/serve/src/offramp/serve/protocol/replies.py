@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class _Choice:
     finish_reason: str | None = None
 
 
-class Generation:
+class Generation(ABC):
     """An answer that the engine is working on; the sink of its requests.
 
     `put` and `fail` are called in the engine's thread and only store; all formatting happens in `take`, in the thread
@@ -194,16 +195,19 @@ class Generation:
         completion = sum(choice.completion_tokens for choice in self._choices.values())
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
+    @abstractmethod
     def _logprob(self, choice: _Choice, entry: TokenLogprobs) -> dict[str, Any]:
-        raise NotImplementedError
+        """What the endpoint says of a token's log-probabilities."""
 
+    @abstractmethod
     def _choice(self, choice: _Choice) -> dict[str, Any]:
-        raise NotImplementedError
+        """A choice of a whole answer."""
 
+    @abstractmethod
     def _chunk(
         self, choice: _Choice, output: RequestOutput, logprobs: list[dict[str, Any]], *, first: bool
     ) -> dict[str, Any]:
-        raise NotImplementedError
+        """An event of a stream: what is new of a choice; `first` is its first event."""
 
 
 class CompletionGeneration(Generation):
