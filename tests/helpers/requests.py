@@ -6,7 +6,7 @@ from typing import Any
 
 from offramp.serve.config import EngineConfig
 from offramp.serve.kv_cache.block_pool import BlockPool
-from offramp.serve.request import Request, SampledToken, SamplingParams
+from offramp.serve.request import IterationResult, Request, SampledToken, SamplingParams
 from offramp.serve.scheduler import Scheduler
 from offramp.serve.scheduler_output import SchedulerOutput
 
@@ -38,6 +38,10 @@ def make_scheduler(
     return Scheduler(config, pool, max_model_len), pool
 
 
-def say(output: SchedulerOutput, token_id: int = 7, exit_layer: int = 1) -> dict[str, SampledToken]:
+def say(output: SchedulerOutput, token_id: int = 7, exit_layer: int = 1) -> dict[str, IterationResult]:
     """The same token for every row that predicts one."""
-    return {item.request.request_id: SampledToken(token_id, exit_layer) for item in output.scheduled if item.samples}
+    return {
+        item.request.request_id: IterationResult((SampledToken(token_id, exit_layer),))
+        for item in output.scheduled
+        if item.samples
+    }

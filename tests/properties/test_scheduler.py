@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from helpers.requests import make_request, make_scheduler
 from offramp.common.errors import OfframpError
-from offramp.serve.request import Request, RequestStatus, SampledToken
+from offramp.serve.request import IterationResult, Request, RequestStatus, SampledToken
 from offramp.serve.scheduler import QueueFullError
 from offramp.serve.scheduler_output import Phase, SchedulerOutput
 
@@ -129,7 +129,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = [item for item in output.scheduled if not item.request.status.is_finished]
         before = {item.request.request_id: len(item.request.output_token_ids) for item in live}
         sampled = {
-            item.request.request_id: SampledToken(token_id if item.request.may_stop else OTHER, exit_layer=1)
+            item.request.request_id: IterationResult(
+                (SampledToken(token_id if item.request.may_stop else OTHER, exit_layer=1),)
+            )
             for item in output.scheduled
             if item.samples
         }

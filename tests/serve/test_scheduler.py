@@ -4,7 +4,7 @@ import pytest
 
 from helpers.requests import make_request, make_scheduler, say
 from offramp.common.errors import OfframpError
-from offramp.serve.request import Request, RequestStatus, SampledToken, TokenLogprobs
+from offramp.serve.request import IterationResult, Request, RequestStatus, SampledToken, TokenLogprobs
 from offramp.serve.scheduler import QueueFullError, Scheduler
 from offramp.serve.scheduler_output import Phase, SchedulerOutput
 
@@ -193,7 +193,7 @@ def test_logprobs_are_kept_only_where_asked_for() -> None:
         scheduler.add(request)
     logprobs = TokenLogprobs(7, -0.5)
     output = scheduler.schedule()
-    scheduler.update(output, {name: SampledToken(7, 1, logprobs) for name in "ab"})
+    scheduler.update(output, {name: IterationResult((SampledToken(7, 1, logprobs=logprobs),)) for name in "ab"})
     assert [request.logprobs for request in requests] == [[logprobs], []]
 
 
@@ -225,7 +225,7 @@ def test_a_failed_request_leaves_its_neighbours_alone() -> None:
     scheduler.add(good)
     output = scheduler.schedule()
     assert scheduler.fail("bad", "its logits are not finite.") is bad
-    assert scheduler.update(output, {"good": SampledToken(7, 1)}) == [good]
+    assert scheduler.update(output, {"good": IterationResult((SampledToken(7, 1),))}) == [good]
     assert (bad.finish_reason, bad.error) == ("error", "its logits are not finite.")
     run(scheduler)
     assert good.finish_reason == "length"

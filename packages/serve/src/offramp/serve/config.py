@@ -7,8 +7,13 @@ from typing import Literal, get_args
 
 from offramp.common.errors import OfframpError
 
-SyncPolicy = Literal["all", "regroup"]
-"""`all`: rows leave only together, once every row of the iteration is sure; `regroup`: each row leaves on its own."""
+SyncPolicy = Literal["all", "quantile", "regroup"]
+"""`all`: rows leave only together, once every row of the iteration is sure; `quantile`: all leave together as soon as a
+share of them is sure; `regroup`: each row leaves on its own."""
+
+Kernels = Literal["auto", "native", "packed", "plain"]
+"""What computes the layers. `native`: Offramp's C++ operations; `packed`: torch with weights packed by oneDNN; `plain`:
+torch alone, the reference; `auto`: the first of them that works here."""
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -31,6 +36,12 @@ class EngineConfig:
         max_model_len: most tokens of one request, prompt and completion together; None is the model's own limit. Rotary
             frequencies of `dynamic` scaling are made for this length, so that tokens do not depend on neighbours.
         sync_policy: when rows that are sure may leave an iteration; see `SyncPolicy`.
+        quantile: `quantile`: the share of rows that must be sure, above 0 and at most 1.
+        split_rule: `regroup`: `always` lets every sure row go; `cost` lets rows go only if that saves time by the
+            measured times of the segments, which makes exit layers depend on batch mates.
+        prefix_caching: whether requests share the exact keys and values of equal beginnings.
+        group_by_depth: whether iterations run sequences of similar expected exit depth together.
+        kernels: what computes the layers; see `Kernels`.
         dtype: of weights, states and KV cache; logits, confidences and sampling are always float32.
         num_threads: CPU threads of the engine's operations; None leaves torch's own choice.
     """
@@ -43,6 +54,11 @@ class EngineConfig:
     max_waiting: int = 256
     max_model_len: int | None = None
     sync_policy: SyncPolicy = "regroup"
+    quantile: float = 0.75
+    split_rule: Literal["always", "cost"] = "always"
+    prefix_caching: bool = True
+    group_by_depth: bool = False
+    kernels: Kernels = "auto"
     dtype: Dtype = "fp32"
     num_threads: int | None = None
 

@@ -29,7 +29,7 @@ from offramp.serve.kv_cache.block_pool import BlockPool
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.kv_policy import exit_policy
 from offramp.serve.model.packed import PackedModel
-from offramp.serve.request import Request, RequestOutput, RequestStatus, SampledToken
+from offramp.serve.request import IterationResult, Request, RequestOutput, RequestStatus, SampledToken
 from offramp.serve.sampler import make_generator, sample
 from offramp.serve.scheduler import Scheduler
 from offramp.serve.scheduler_output import SchedulerOutput
@@ -232,11 +232,11 @@ class Engine:
                 results.append(self._report(request, starts[request.request_id]))
         return results
 
-    def _sample(self, output: SchedulerOutput) -> dict[str, SampledToken]:
+    def _sample(self, output: SchedulerOutput) -> dict[str, IterationResult]:
         """Run the model and choose tokens; requests whose logits are not finite fail."""
         items = output.scheduled
         live = [self._live[item.request.request_id] for item in items]
-        sampled: dict[str, SampledToken] = {}
+        sampled: dict[str, IterationResult] = {}
         for departure in self._executor.run(items, [entry.exits for entry in live]):
             requests = [items[index].request for index in departure.items]
             choices = sample(
@@ -253,7 +253,8 @@ class Engine:
                         f"weights are damaged or too large for {self.config.dtype}",
                     )
                 else:
-                    sampled[request.request_id] = SampledToken(choice.token_id, departure.exit_layer, choice.logprobs)
+                    token = SampledToken(choice.token_id, departure.exit_layer, logprobs=choice.logprobs)
+                    sampled[request.request_id] = IterationResult((token,))
         return sampled
 
     def _read(self, request: Request, token_id: int) -> bool:

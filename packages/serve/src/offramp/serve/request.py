@@ -10,11 +10,29 @@ from typing import Literal, get_args
 from offramp.common.errors import OfframpError
 from offramp.common.exits.policy import ExitPolicy
 
-KVPolicy = Literal["full", "fill"]
-"""Where the keys and values of skipped layers come from. `full`: nothing is skipped, no token leaves early. `fill`: the
-skipped layers make them from the state at the exit (saturated KV)."""
+KVPolicy = Literal["full", "fill", "recompute", "verify", "static"]
+"""Where the keys and values of skipped layers come from.
+
+`full`: nothing is skipped, no token leaves early. `fill`: the skipped layers make them at once from the state at the
+exit (saturated KV; approximate). `recompute`: a later pass that goes deeper carries the tokens along from the layer
+where they stopped, so the cache ends up exact (EE-LLM, section 4). `verify`: as `recompute`, and the full model judges
+every early token before it is handed out, so the answer is the full model's. `static`: every generated token leaves at
+one fixed layer, and nothing above it is ever needed (a baseline)."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A language that the generated text must be in.
+
+    Attributes:
+        kind: what `grammar` is written in; `json` is any JSON object and has none.
+        grammar: a JSON schema as text, or a regular expression.
+    """
+
+    kind: Literal["json", "json_schema", "regex"]
+    grammar: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,6 +52,15 @@ class SamplingParams:
         stop_token_ids: tokens that end the request, beside the model's end-of-sequence tokens.
         ignore_eos: go on after the model's end-of-sequence tokens; `stop_token_ids` still end the request.
         logprobs: number of alternatives reported for each token beside its own log-probability; None reports nothing.
+        prompt_logprobs: the same for every token of the prompt but the first, from the final exit.
+        min_p: sample among tokens at least this fraction as probable as the most probable one.
+        repetition_penalty: logits of tokens of prompt and output are divided (if positive) or multiplied (if negative)
+            by it (Keskar et al. 2019); 1 changes nothing.
+        presence_penalty: subtracted from the logits of tokens of the output.
+        frequency_penalty: subtracted from them once for each time they occur in the output.
+        logit_bias: (token id, number added to its logit) pairs.
+        constraint: a grammar that the text must follow; see `Constraint`.
+        sequence: which of several sequences that were asked for with one seed (OpenAI's `n`); they draw differently.
     """
 
     max_tokens: int = 16
@@ -46,9 +73,18 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    constraint: Constraint | None = None
+    sequence: int = 0
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, low=1)
+        # Without a new token there is only the prompt to report on.
+        _check_int("max_tokens", self.max_tokens, low=1 if self.prompt_logprobs is None else 0)
         _check_int("min_tokens", self.min_tokens, low=0)
         if self.min_tokens > self.max_tokens:
             raise OfframpError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower it.")
@@ -87,10 +123,14 @@ class ExitOptions:
         kv_policy: see `KVPolicy`; `full` is the way to ask for no early exit.
         policy: thresholds in place of the checkpoint's own; None takes the checkpoint's. Without either, every token
             runs all layers.
+        max_pending: `recompute` and `verify`: a pass that finds this many incomplete tokens runs all layers.
+        static_layer: `static`: the exit at which every generated token leaves.
     """
 
     kv_policy: KVPolicy = "fill"
     policy: ExitPolicy | None = None
+    max_pending: int = 8
+    static_layer: int | None = None
 
     def __post_init__(self) -> None:
         if self.kv_policy not in get_args(KVPolicy):
@@ -99,6 +139,11 @@ class ExitOptions:
             )
         if self.kv_policy == "full" and self.policy is not None:
             raise OfframpError("KV policy 'full' never exits, so it takes no exit policy; leave one of them out.")
+        if self.kv_policy == "static" and self.policy is not None:
+            raise OfframpError("KV policy 'static' asks no confidence, so it takes no exit policy; leave it out.")
+        if (self.kv_policy == "static") != (self.static_layer is not None):
+            raise OfframpError("KV policy 'static' and static_layer belong together; give both or neither.")
+        _check_int("max_pending", self.max_pending, low=1)
 
     @property
     def enabled(self) -> bool:
@@ -154,12 +199,30 @@ class SampledToken:
     Attributes:
         token_id: the token.
         exit_layer: number of layers that were run for the row.
+        confidence: what the exit test measured where the row left; None at the final exit.
         logprobs: None unless the request asks for them.
     """
 
     token_id: int
     exit_layer: int
+    confidence: float | None = None
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class IterationResult:
+    """What one iteration gives one request.
+
+    Attributes:
+        tokens: new tokens of the answer, in order. Under `verify` a complete pass gives the drafts that the full model
+            agrees with and one token of its own; otherwise there is one, or none if `draft` is given.
+        draft: under `verify`, a token said by an early exit: it is continued from, but not handed out yet.
+        prompt_logprobs: of the prompt's tokens whose logits this iteration computed.
+    """
+
+    tokens: tuple[SampledToken, ...] = ()
+    draft: SampledToken | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(eq=False)
@@ -172,12 +235,18 @@ class Request:
         sampling: how tokens are chosen and when the request ends.
         exits: how deep its tokens run.
         eos_token_ids: the model's end-of-sequence tokens, every one of them.
+        priority: requests with a smaller number go first.
+        client: whose it is; clients take turns within a priority.
         status: where it is in its life.
         output_token_ids: tokens generated; a token that ended the request is the last of them and is counted.
         exit_layers: for each of them, the number of layers that were run for the row that predicted it.
         logprobs: for each of them, if asked for; otherwise empty.
-        num_computed_tokens: tokens of prompt and output whose keys and values are in the cache. The newest output token
-            is not among them until the next iteration has run it.
+        confidences: for each of them, what the exit test measured; None at the final exit.
+        drafts: `verify`: tokens after the output that early exits said and the full model has not judged yet.
+        num_pending: `recompute` and `verify`: rows that left early since the last complete pass. It follows from the
+            exit layers alone, so a preemption does not change when the next complete pass comes.
+        num_computed_tokens: tokens of prompt, output and drafts whose keys and values are in the cache. The newest
+            token is not among them until the next iteration has run it.
         error: why it failed, one sentence; None otherwise.
     """
 
@@ -186,10 +255,16 @@ class Request:
     sampling: SamplingParams
     exits: ExitOptions = ExitOptions()
     eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    client: str = ""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
     exit_layers: list[int] = field(default_factory=list, init=False)
+    confidences: list[float | None] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    drafts: list[SampledToken] = field(default_factory=list, init=False)
+    num_pending: int = field(default=0, init=False)
     num_computed_tokens: int = field(default=0, init=False)
     error: str | None = field(default=None, init=False)
 
@@ -206,8 +281,18 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far: prompt and output."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        """Tokens known so far: prompt, output and drafts."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + len(self.drafts)
+
+    @property
+    def runs_full_depth(self) -> bool:
+        """Whether the pass that runs the newest token must run all layers, whatever its confidence."""
+        kv_policy = self.exits.kv_policy
+        if kv_policy == "full" or (kv_policy in ("recompute", "verify") and self.num_pending >= self.exits.max_pending):
+            return True
+        # A draft that would end the request must be judged before anything can follow it.
+        ends = len(self.output_token_ids) + len(self.drafts) >= self.sampling.max_tokens
+        return bool(self.drafts) and (ends or self.drafts[-1].token_id in self._stop_ids)
 
     @property
     def max_total_tokens(self) -> int:
@@ -235,11 +320,14 @@ class Request:
         return frozenset() if self.may_stop else self._stop_ids
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Token ids at positions `start` up to but not including `stop`, of prompt and output as one sequence."""
+        """Token ids at positions `start` up to but not including `stop`, of prompt, output and drafts in a row."""
         split = len(self.prompt_token_ids)
+        generated = self.output_token_ids
+        if self.drafts:
+            generated = [*generated, *(draft.token_id for draft in self.drafts)]
         if start >= split:
-            return self.output_token_ids[start - split : stop - split]
-        return [*self.prompt_token_ids[start:stop], *self.output_token_ids[: max(stop - split, 0)]]
+            return generated[start - split : stop - split]
+        return [*self.prompt_token_ids[start:stop], *generated[: max(stop - split, 0)]]
 
 
 @dataclass(frozen=True)

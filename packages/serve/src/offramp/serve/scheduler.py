@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from offramp.common.errors import OfframpError
 from offramp.serve.config import EngineConfig
 from offramp.serve.kv_cache.block_pool import BlockPool
-from offramp.serve.request import Request, RequestStatus, SampledToken
+from offramp.serve.request import IterationResult, Request, RequestStatus, SampledToken
 from offramp.serve.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
 
 TextStops = Callable[[Request, int], bool]
@@ -154,7 +154,7 @@ class Scheduler:
         return self._in_flight
 
     def update(
-        self, output: SchedulerOutput, sampled: Mapping[str, SampledToken], text_stops: TextStops | None = None
+        self, output: SchedulerOutput, results: Mapping[str, IterationResult], text_stops: TextStops | None = None
     ) -> list[Request]:
         """Take in what an iteration computed.
 
@@ -163,7 +163,7 @@ class Scheduler:
 
         Args:
             output: from the last `schedule`.
-            sampled: request id -> token, for the requests with `samples`.
+            results: request id -> what it got, for the requests with `samples`.
             text_stops: asked whether a token completes a stop string; None looks for none.
 
         Returns:
@@ -179,9 +179,11 @@ class Scheduler:
             request.num_computed_tokens = item.start + item.num_tokens
             if not item.samples:
                 continue
-            status = _take_token(request, sampled[request.request_id], text_stops)
-            if status.is_finished:
-                self._end(request.request_id, status)
+            for token in results[request.request_id].tokens:
+                status = _take_token(request, token, text_stops)
+                if status.is_finished:
+                    self._end(request.request_id, status)
+                    break
             advanced.append(request)
         return advanced
 

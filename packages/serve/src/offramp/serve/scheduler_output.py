@@ -12,7 +12,7 @@ class Phase(Enum):
     """What the rows of a request are. Said outright: a position cannot tell (a prompt may be one token long)."""
 
     PREFILL = auto()
-    """Tokens of the prompt; they never exit early."""
+    """Known tokens: of the prompt, which never exit early, or of an answer that runs again after a preemption."""
     DECODE = auto()
     """One generated token, which may exit early."""
 
@@ -29,6 +29,8 @@ class ScheduledRequest:
         block_table: ids of all blocks that the request owns, in the order of its positions: position p lies in block
             `block_table[p // block_size]` at slot `p % block_size`. The same for the whole life of the request.
         samples: whether the last row predicts a token. False for every chunk of a prompt but the last.
+        exit_layers: for rows of generated tokens that run again after a preemption, the layers they ran at first and
+            leave at again, one for each row; None: no row is bound.
     """
 
     request: Request
@@ -37,6 +39,7 @@ class ScheduledRequest:
     num_tokens: int
     block_table: tuple[int, ...]
     samples: bool
+    exit_layers: tuple[int, ...] | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -51,10 +54,15 @@ class SchedulerOutput:
     Attributes:
         iteration: counts from 0.
         scheduled: requests with rows in this iteration: decodes first, then prefills, each in order of admission.
+        preempted: ids of requests whose blocks were taken since the last iteration; what is kept for their rows (the
+            states of tokens that left early) is void.
+        copies: (from, to) blocks whose content is to be copied before anything is computed (copy on write).
     """
 
     iteration: int
     scheduled: tuple[ScheduledRequest, ...]
+    preempted: tuple[str, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
