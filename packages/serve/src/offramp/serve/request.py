@@ -22,6 +22,19 @@ one fixed layer, and nothing above it is ever needed (a baseline)."""
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OfframpError(f"{name} {value!r} must be a whole number.")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise OfframpError(f"{name} {value} must be {limit}.")
+
+
+def _check_float(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise OfframpError(f"{name} {value!r} must be a number.")
+
+
 @dataclass(frozen=True)
 class Constraint:
     """A language that the generated text must be in.
@@ -381,16 +394,3 @@ class RequestOutput:
             usage=Usage(request.num_prompt_tokens, len(request.output_token_ids)),
             error=request.error,
         )
-
-
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise OfframpError(f"{name} {value!r} must be a whole number.")
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"in {low}..{high}"
-        raise OfframpError(f"{name} {value} must be {limit}.")
-
-
-def _check_float(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise OfframpError(f"{name} {value!r} must be a number.")
