@@ -370,6 +370,8 @@ class RequestOutput:
         finish_reason: None while the request goes on.
         usage: tokens so far.
         error: why it failed, one sentence, if `finish_reason` is `error`.
+        confidences: for each new token, what the exit test measured; None at the final exit.
+        prompt_logprobs: of every token of the prompt but the first, if asked for: all of them with the first output.
     """
 
     request_id: str
@@ -380,6 +382,8 @@ class RequestOutput:
     finish_reason: FinishReason | None
     usage: Usage
     error: str | None = None
+    confidences: tuple[float | None, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @classmethod
     def of(cls, request: Request, first_token: int, text: str = "") -> RequestOutput:
@@ -393,4 +397,6 @@ class RequestOutput:
             finish_reason=request.finish_reason,
             usage=Usage(request.num_prompt_tokens, len(request.output_token_ids)),
             error=request.error,
+            confidences=tuple(request.confidences[first_token:]),
+            prompt_logprobs=tuple(request.prompt_logprobs) if first_token == 0 else (),
         )
