@@ -91,7 +91,7 @@ def prompt_logits(
 ) -> torch.Tensor:
     """Logits [V] after a prompt that comes in chunks."""
     with torch.no_grad():
-        packed = PackedModel(model, dtype, pack=pack)
+        packed = PackedModel(model, dtype, "packed" if pack else "plain")
     config = model.config
     cache = KVStorage(packed.num_cache_layers, 64, 4, config.num_kv_heads, config.head_dim, dtype, poison=True)
     executor = Executor(packed, cache, MAX_MODEL_LEN, SYNC_POLICIES["regroup"])

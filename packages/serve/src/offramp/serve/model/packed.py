@@ -23,6 +23,7 @@ from offramp.common.model.config import ModelConfig
 from offramp.common.model.exit_head import ExitHead
 from offramp.common.model.rope import inverse_frequencies, rotary_tables
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.serve.config import Kernels
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model import ops
 from offramp.serve.model.linear import PackedLinear
@@ -147,17 +148,18 @@ class PackedModel:
     """
 
     def __init__(
-        self, model: MultiExitTransformer, dtype: torch.dtype, *, pack: bool = True, release: bool = False
+        self, model: MultiExitTransformer, dtype: torch.dtype, kernels: Kernels = "auto", *, release: bool = False
     ) -> None:
         """Pack.
 
         Args:
             model: weights.
             dtype: of weights and states.
-            pack: see `PackedLinear`.
+            kernels: what computes the layers; see `Kernels`.
             release: give the model's own weights up as they are packed, so that they are not in memory twice; the model
                 can then not be run any more.
         """
+        pack = kernels != "plain"
         model = model if model.embed_tokens.weight.dtype == dtype else copy.deepcopy(model).to(dtype)
         config = self.config = model.config
         self.dtype = dtype
@@ -219,6 +221,17 @@ class PackedModel:
         frequencies = inverse_frequencies(self.config.rope, self.config.head_dim, length)
         cos, sin = rotary_tables(frequencies, torch.arange(length))
         return cos.to(self.dtype), sin.to(self.dtype)
+
+    def run_layers(self, x: Tensor, rows: Rows, cache: KVStorage, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Run layers `start` + 1 .. `stop` of the backbone on states [N, D] that have been through `start` layers.
+
+        Returns:
+            The states [N, D], and those before the last of these layers. `x` itself stays as it is.
+        """
+        previous = x
+        for layer in self.layers[start:stop]:
+            x, previous = layer.run(x, rows, cache), x
+        return x, previous
 
     def exit_state(self, layer: int, x: Tensor, rows: Rows, cache: KVStorage) -> Tensor:
         """State [N, D] that the unembedding of exit `layer` reads, from the rows' states after that layer."""
