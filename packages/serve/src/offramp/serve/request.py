@@ -8,16 +8,8 @@ from enum import Enum, auto
 from typing import Literal, get_args
 
 from offramp.common.errors import OfframpError
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
-
-KVPolicy = Literal["full", "fill", "recompute", "verify", "static"]
-"""Where the keys and values of skipped layers come from.
-
-`full`: nothing is skipped, no token leaves early. `fill`: the skipped layers make them at once from the state at the
-exit (saturated KV; approximate). `recompute`: a later pass that goes deeper carries the tokens along from the layer
-where they stopped, so the cache ends up exact (EE-LLM, section 4). `verify`: as `recompute`, and the full model judges
-every early token before it is handed out, so the answer is the full model's. `static`: every generated token leaves at
-one fixed layer, and nothing above it is ever needed (a baseline)."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

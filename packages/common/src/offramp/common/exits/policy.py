@@ -24,8 +24,10 @@ class ExitPolicy:
         decay: tau of CALM's decaying threshold (section 3.3, eq. 5): at step t of at most N the threshold is
             clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1), so early tokens, whose errors everything later inherits, must
             be surer. None keeps thresholds constant, and those of 1 or more, which mean never, are kept in any case.
-        shortlist: token ids over which logit measures are computed; None is the whole vocabulary. An exit whose best
-            shortlisted token is not the best token overall may still leave, and then says the best token overall.
+        shortlist: token ids that may be said at an exit, and over which logit measures are computed, which is far
+            cheaper than over the whole vocabulary (None). A row that is sure enough on the shortlist leaves only if its
+            best token there is its best token of the whole vocabulary; otherwise it goes on. `cosine` looks at no
+            logits, so it leaves with any token.
     """
 
     measure: Measure = "margin"

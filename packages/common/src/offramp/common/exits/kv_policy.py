@@ -1,0 +1,14 @@
+"""KV policies: what upper layers see of a token that left early. Plain data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+KVPolicy = Literal["full", "fill", "recompute", "verify", "static"]
+"""Where the keys and values of skipped layers come from.
+
+`full`: nothing is skipped, no token leaves early. `fill`: the skipped layers make them at once from the state at the
+exit (saturated KV; CALM, section 3.2; approximate). `recompute`: a later pass that goes deeper carries the tokens along
+from the layer where they stopped, so the cache ends up exact (EE-LLM, section 4). `verify`: as `recompute`, and the
+full model judges every early token before it is handed out, so the answer is the full model's. `static`: every
+generated token leaves at one fixed layer, and nothing above it is ever needed (a baseline)."""
