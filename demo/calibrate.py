@@ -143,7 +143,10 @@ def _teacher_forced(
     full: Sequence[Completion],
     on_progress: Callable[[str, int, int], None],
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """For each exit: confidences, and agreement with the full model, over all tokens but the first of each text."""
+    """For each exit: confidences, and agreement with the full model, of the tokens that it may say along the texts.
+
+    These are all but the first of each text, which the prompt says, and those that are not on the shortlist.
+    """
     model, shortlist = checkpoint.model, template.shortlist
     found: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in checkpoint.exits.layers}
     for number, (prompt, completion) in enumerate(zip(prompts, full, strict=True)):
@@ -158,9 +161,14 @@ def _teacher_forced(
             where = slice(len(prompt_ids), None)
             state = model.exit_state(h, layer, layout)[0, where]
             logits = F.linear(state, model.unembedding(layer))
-            measured = logits if shortlist is None else logits[:, list(shortlist)]
+            best = logits.float().argmax(dim=-1)
+            measured, may_leave = logits, torch.ones_like(best, dtype=torch.bool)
+            if shortlist is not None and template.measure != "cosine":
+                measured = logits[:, list(shortlist)]
+                # A token that is not on the shortlist never leaves, so it says nothing about a threshold.
+                may_leave = torch.tensor(shortlist)[measured.float().argmax(dim=-1)] == best
             sure = confidence(template.measure, measured, h[0, where], before[0, where])
-            rows.append((sure, logits.float().argmax(dim=-1) == said))
+            rows.append((sure[may_leave], (best == said)[may_leave]))
         on_progress("exits along the full-depth texts", number + 1, len(prompts))
     return {
         layer: (torch.cat([sure for sure, _ in rows]), torch.cat([right for _, right in rows]))

@@ -12,6 +12,7 @@ from demo import calibrate as module
 from helpers.tiny import tiny_checkpoint
 from offramp.common.checkpoint import load_checkpoint
 from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.engine import Engine
 from offramp.serve.offline import generate
 from offramp.serve.request import ExitOptions, SamplingParams
@@ -52,3 +53,25 @@ def test_points_keep_their_promise_on_the_calibration_texts(tmp_path: Path, monk
     assert [one.token_ids for one in again] == [one.token_ids for one in full]
     assert found.record["targets"] == {"safe": 1.0, "any": 0.0}
     assert len(phases) >= 2
+
+
+def test_tokens_outside_the_shortlist_say_nothing_about_thresholds(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path / "tiny", exits=ExitConfig((1, 3), "norm"))
+    engine, checkpoint = Engine.from_checkpoint(path), load_checkpoint(path)
+    prompts, sampling = ["one", "two", "a third prompt"], SamplingParams(max_tokens=20, temperature=0.0)
+    full = generate(engine, prompts, sampling, ExitOptions("full"))
+
+    def right(policy: ExitPolicy) -> dict[int, list[bool]]:
+        scores = module._teacher_forced(checkpoint, engine, policy, prompts, full, lambda *_: None)
+        assert all(len(sure) == len(said) for sure, said in scores.values())
+        return {layer: said.tolist() for layer, (_, said) in scores.items()}
+
+    everything = right(ExitPolicy("margin"))
+    assert {layer: len(rows) for layer, rows in everything.items()} == {1: 57, 3: 57}
+    vocabulary = tuple(range(engine.checkpoint.config.vocab_size))
+    assert right(ExitPolicy("margin", shortlist=vocabulary)) == everything
+    halved = right(ExitPolicy("margin", shortlist=vocabulary[::2]))
+    other = right(ExitPolicy("margin", shortlist=vocabulary[1::2]))
+    assert all(halved[layer] and other[layer] for layer in (1, 3))
+    assert {layer: len(halved[layer]) + len(other[layer]) for layer in (1, 3)} == {1: 57, 3: 57}
+    assert right(ExitPolicy("cosine", shortlist=vocabulary[::2])) == everything
