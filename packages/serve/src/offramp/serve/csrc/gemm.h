@@ -1,0 +1,248 @@
+// Matrix products of a few to many rows with a packed weight: y = x W^T + b, with what follows it fused in.
+//
+// Legend: N output features ("columns"), K input features ("depth"), rows = tokens.
+//
+// A weight is packed in panels of kPanel columns, each panel holding its columns side by side for every k, in the order in
+// which they are read. So a product over few rows, which takes as long as reading the weight takes, reads it once from
+// front to end; over many rows one panel stays in the first-level cache while the rows pass over it.
+//
+// The sum over K is never split: every element of y is one chain of fused multiply-adds in the order of k, begun at zero.
+// It depends on its own row and column alone, bit for bit: not on how many rows there are, on the tile it falls into, or
+// on the number of threads. An engine whose rows come and go owes its requests exactly that.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "parallel.h"
+#include "vec.h"
+
+namespace offramp {
+inline namespace OFFRAMP_ISA {
+
+// ---- packing --------------------------------------------------------------------------------------------------------
+
+// Two vectors of columns: with kTileRows rows of sums they just fit the registers.
+constexpr int kPanel = 2 * kLanes;
+
+// Neighbouring k that are kept together for each column: bf16 go in pairs, as the dot product takes them.
+template <class T>
+constexpr int kGroup = sizeof(T) == 2 ? 2 : 1;
+
+// K is padded with zeros to a multiple of this. Rows of x must be readable, and zero, up to there.
+template <class T>
+constexpr int kDepthStep = kGroup<T>;
+
+template <class T>
+constexpr int64_t padded_depth(int64_t depth) {
+  return (depth + kDepthStep<T> - 1) / kDepthStep<T> * kDepthStep<T>;
+}
+
+// Panels of N columns. Of a gated map N = 2F: F gate columns, then F up columns.
+constexpr int64_t num_panels(int64_t columns, bool gated) {
+  return gated ? (columns / 2 + kLanes - 1) / kLanes : (columns + kPanel - 1) / kPanel;
+}
+
+// The column of the unpacked weight that stands at `lane` of `panel`, or -1 where there is padding. A panel of a gated map
+// has the gates of kLanes features in its first vector and their ups in the second, so that one tile holds both.
+constexpr int64_t column_at(int64_t panel, int lane, int64_t columns, bool gated) {
+  if (!gated) {
+    const int64_t column = panel * kPanel + lane;
+    return column < columns ? column : -1;
+  }
+  const int64_t feature = panel * kLanes + lane % kLanes, features = columns / 2;
+  if (feature >= features) return -1;
+  return lane < kLanes ? feature : features + feature;
+}
+
+// w [columns, depth] -> packed [num_panels, padded_depth / kGroup, kPanel, kGroup].
+template <class T>
+void pack_weight(const T* w, int64_t columns, int64_t depth, bool gated, T* packed) {
+  const int64_t padded = padded_depth<T>(depth), panels = num_panels(columns, gated);
+#pragma omp parallel
+  {
+    const Range range = share(panels, Team::here());
+    for (int64_t panel = range.begin; panel < range.end; ++panel) {
+      T* const to = packed + panel * padded * kPanel;
+      for (int lane = 0; lane < kPanel; ++lane) {
+        const int64_t column = column_at(panel, lane, columns, gated);
+        for (int64_t k = 0; k < padded; ++k) {
+          const bool inside = column >= 0 && k < depth;
+          to[(k / kGroup<T> * kPanel + lane) * kGroup<T> + k % kGroup<T>] = inside ? w[column * depth + k] : T{};
+        }
+      }
+    }
+  }
+}
+
+// bias [columns] -> packed [num_panels, kPanel].
+template <class T>
+void pack_bias(const T* bias, int64_t columns, bool gated, T* packed) {
+  for (int64_t panel = 0; panel < num_panels(columns, gated); ++panel)
+    for (int lane = 0; lane < kPanel; ++lane) {
+      const int64_t column = column_at(panel, lane, columns, gated);
+      packed[panel * kPanel + lane] = column < 0 ? T{} : bias[column];
+    }
+}
+
+// A packed map. `columns` are the columns of y: N, or F of a gated map.
+template <class T>
+struct Linear {
+  const T* weight;  // of pack_weight
+  const T* bias;    // of pack_bias, or null
+  int64_t depth;    // padded
+  int64_t columns;
+  bool gated = false;
+
+  int64_t panels() const { return num_panels(gated ? 2 * columns : columns, gated); }
+};
+
+// ---- sums of one tile -----------------------------------------------------------------------------------------------
+
+// Rows of the largest tile: its sums, one vector of weights and one element of x fill the registers.
+constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+
+// Few rows leave registers empty and their chains of additions leave the units idle: then several panels go together.
+constexpr int kMaxPanels = 4;
+constexpr int panels_for(int rows) { return rows * 4 <= kTileRows ? 4 : rows * 2 <= kTileRows ? 2 : 1; }
+
+// What rows of x are read as: where bf16 has no dot product they have been widened.
+template <class T>
+using Operand = std::conditional_t<kHasDot, T, float>;
+
+// sums[row][panel][lane] = sum over k of x[row][k] * w[panel][k][lane].
+template <class T, int kRows, int kPanels>
+void tile_sums(const Operand<T>* x, int64_t x_stride, const T* w, int64_t depth, float* sums) {
+  constexpr int kVectors = 2 * kPanels;
+  F32 sum[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = zero();
+
+  for (int64_t k = 0; k < depth; k += kGroup<T>) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) {
+      const T* at = w + v / 2 * depth * kPanel + k * kPanel + v % 2 * kLanes * kGroup<T>;
+      if constexpr (std::is_same_v<T, float>) {
+        const F32 weights = load(at);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) sum[r][v] = fma(splat(x[r * x_stride + k]), weights, sum[r][v]);
+      } else if constexpr (kHasDot) {
+        const U32 weights = load_pairs(at);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) sum[r][v] = dot2(weights, splat_pair(x + r * x_stride + k), sum[r][v]);
+      } else {
+        const U32 weights = load_pairs(at);
+        const F32 first = first_of(weights), second = second_of(weights);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r)
+          sum[r][v] = fma(splat(x[r * x_stride + k]), first, fma(splat(x[r * x_stride + k + 1]), second, sum[r][v]));
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVectors; ++v) store(sums + (r * kVectors + v) * kLanes, sum[r][v]);
+}
+
+template <class T>
+using TileSums = void (*)(const Operand<T>*, int64_t, const T*, int64_t, float*);
+
+// The kernel for each number of rows (less one), with one panel or with several.
+template <class T, bool kSeveral, int... kIndex>
+constexpr std::array<TileSums<T>, sizeof...(kIndex)> tile_table(std::integer_sequence<int, kIndex...>) {
+  return {&tile_sums<T, kIndex + 1, kSeveral ? panels_for(kIndex + 1) : 1>...};
+}
+
+// ---- what follows the sums ------------------------------------------------------------------------------------------
+
+enum class Epilogue {
+  Store,      // y = s
+  Residual,   // y = y + s
+  GatedSilu,  // y = silu(gate) * up
+};
+
+// Finish one row of one panel: at most `columns` elements of y. Intermediate results are rounded where torch, with a
+// kernel for each operation, would have stored them as T.
+template <Epilogue kEpilogue, class T, class Y>
+static inline void finish(const float* sums, const T* bias, Y* y, int64_t columns) {
+  F32 s[2] = {load(sums), load(sums + kLanes)};
+  if (bias != nullptr)
+    for (int v = 0; v < 2; ++v) s[v] = s[v] + load(bias + v * kLanes);
+  if constexpr (kEpilogue == Epilogue::GatedSilu) {
+    const F32 gated = round_to<T>(silu(round_to<T>(s[0]))) * round_to<T>(s[1]);
+    if (columns >= kLanes)
+      store(y, gated);
+    else
+      store_part(y, gated, int(columns));
+  } else {
+    for (int v = 0; v < 2; ++v, y += kLanes, columns -= kLanes) {
+      if (columns >= kLanes)
+        store(y, kEpilogue == Epilogue::Residual ? load(y) + round_to<T>(s[v]) : s[v]);
+      else if (columns > 0)
+        store_part(y, kEpilogue == Epilogue::Residual ? load_part(y, int(columns)) + round_to<T>(s[v]) : s[v],
+                   int(columns));
+    }
+  }
+}
+
+// ---- the product ----------------------------------------------------------------------------------------------------
+
+// Bytes of x that are passed over for each panel; they should stay in the second-level cache beside the panels.
+constexpr int64_t kRowBlockBytes = 384 << 10;
+
+// Panels `panels` of y = x W^T + b. Threads share the panels of one product: no two write the same element.
+//
+// x [rows, depth] with rows x_stride apart, depth padded (see kDepthStep); y [rows, columns] with rows y_stride apart,
+// of T or of float.
+template <Epilogue kEpilogue, class T, class Y>
+void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y, int64_t y_stride, Range panels) {
+  static constexpr auto kOne = tile_table<T, false>(std::make_integer_sequence<int, kTileRows>());
+  static constexpr auto kSeveral = tile_table<T, true>(std::make_integer_sequence<int, kTileRows>());
+  constexpr int kWidth = kEpilogue == Epilogue::GatedSilu ? kLanes : kPanel;  // columns of y in a panel
+  const int64_t depth = map.depth;
+  const int64_t fitting = kRowBlockBytes / (depth * int64_t(sizeof(Operand<T>)));
+  const int64_t block_rows = std::max<int64_t>(fitting / kTileRows, 1) * kTileRows;
+  alignas(64) float sums[kTileRows * kMaxPanels * kPanel];
+
+  for (int64_t start = 0; start < rows; start += block_rows) {
+    const int64_t block = std::min(block_rows, rows - start);
+    const Operand<T>* operand;
+    int64_t stride;
+    if constexpr (std::is_same_v<Operand<T>, T>) {
+      operand = x + start * x_stride;
+      stride = x_stride;
+    } else {
+      thread_local std::vector<float> widened;
+      if (int64_t(widened.size()) < block * depth) widened.resize(block * depth);
+      for (int64_t r = 0; r < block; ++r)
+        for (int64_t k = 0; k < depth; ++k) widened[r * depth + k] = to_float(x[(start + r) * x_stride + k]);
+      operand = widened.data();
+      stride = depth;
+    }
+    // Tiles of nearly equal height: 13 rows are 7 and 6, not 12 and 1.
+    const int64_t tiles = (block + kTileRows - 1) / kTileRows;
+    const int several = tiles == 1 ? panels_for(int(block)) : 1;
+    for (int64_t panel = panels.begin; panel < panels.end;) {
+      const int width = panel + several <= panels.end ? several : 1;
+      const T* const weight = map.weight + panel * depth * kPanel;
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t first = block * tile / tiles;
+        const int height = int(block * (tile + 1) / tiles - first);
+        (width > 1 ? kSeveral : kOne)[height - 1](operand + first * stride, stride, weight, depth, sums);
+        for (int r = 0; r < height; ++r)
+          for (int p = 0; p < width; ++p) {
+            const int64_t column = (panel + p) * kWidth;
+            finish<kEpilogue>(sums + (r * width + p) * kPanel,
+                              map.bias == nullptr ? nullptr : map.bias + (panel + p) * kPanel,
+                              y + (start + first + r) * y_stride + column, map.columns - column);
+          }
+      }
+      panel += width;
+    }
+  }
+}
+
+}  // namespace OFFRAMP_ISA
+}  // namespace offramp
