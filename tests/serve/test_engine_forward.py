@@ -13,7 +13,7 @@ from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve.executor import Executor
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.packed import PackedModel
-from offramp.serve.model.rows import RowBuilder
+from offramp.serve.model.rows import build_rows
 from offramp.serve.request import Request, SamplingParams
 from offramp.serve.scheduler_output import Phase, ScheduledRequest
 from offramp.serve.sync_policy import SYNC_POLICIES, leave_alone, leave_together
@@ -142,8 +142,7 @@ def test_fill_writes_what_each_layer_would_make_of_the_exit_state(kind: dict[str
         KVStorage(packed.num_cache_layers, 8, 4, config.num_kv_heads, config.head_dim, torch.float32, poison=True)
         for _ in range(2)
     ]
-    cos, sin = packed.rotary_tables(MAX_MODEL_LEN)
-    rows = RowBuilder(cos, sin, 4, None).build([scheduled([3, 4, 5, 6, 7], first_block=1)])
+    rows = build_rows([scheduled([3, 4, 5, 6, 7], first_block=1)], packed.row_context(MAX_MODEL_LEN, 4))
     x = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0))
     packed.fill(1, x, rows, caches[0])
     above = [packed.layers[1], packed.exits[2].block, *packed.layers[2:]]

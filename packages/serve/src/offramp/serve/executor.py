@@ -27,7 +27,7 @@ from offramp.serve.exit_test import IterationExits, RequestExits
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.linear import PackedLinear
 from offramp.serve.model.packed import PackedModel
-from offramp.serve.model.rows import RowBuilder, Rows
+from offramp.serve.model.rows import Rows, build_rows
 from offramp.serve.scheduler_output import Phase, ScheduledRequest
 from offramp.serve.sync_policy import SyncRule
 
@@ -115,8 +115,7 @@ class Executor:
         self._model = model
         self._cache = cache
         self._sync_rule = sync_rule
-        cos, sin = model.rotary_tables(max_model_len)
-        self._builder = RowBuilder(cos, sin, cache.block_size, model.config.sliding_window)
+        self._context = model.row_context(max_model_len, cache.block_size)
         num_layers = model.config.num_layers
         self.stats = ExecutorStats([0] * num_layers, [0] * num_layers)
 
@@ -131,13 +130,12 @@ class Executor:
         Returns:
             Together, every row that predicts a token, once.
         """
-        rows = self._builder.build(scheduled)
+        rows = build_rows(scheduled, self._context)
+        num_decode = sum(item.phase is Phase.DECODE for item in scheduled)
         x = self._model.embed(torch.tensor([token for item in scheduled for token in item.token_ids]))
-        state = _Pass(x, x, rows, torch.arange(rows.num_decode))
-        allowed = IterationExits(
-            self._model, [item.request for item in scheduled[: rows.num_decode]], exits[: rows.num_decode]
-        )
-        sure = torch.zeros(rows.num_decode, dtype=torch.bool)
+        state = _Pass(x, x, rows, torch.arange(num_decode))
+        allowed = IterationExits(self._model, [item.request for item in scheduled[:num_decode]], exits[:num_decode])
+        sure = torch.zeros(num_decode, dtype=torch.bool)
         for layer in self._exits_passed(allowed, exits):
             self._run_layers(state, layer)
             self._pass_exit(state, layer, allowed, sure)
@@ -157,9 +155,8 @@ class Executor:
 
     def _run_layers(self, state: _Pass, stop: int) -> None:
         num_rows = len(state.rows)
+        state.x, state.previous = self._model.run_layers(state.x, state.rows, self._cache, state.depth, stop)
         for index in range(state.depth, stop):
-            state.previous = state.x
-            state.x = self._model.layers[index].run(state.x, state.rows, self._cache)
             self.stats.calls[index] += 1
             self.stats.rows_run[index] += num_rows
         state.depth = stop
@@ -192,22 +189,22 @@ class Executor:
         else:
             head_state, logits = self._head_state(state, layer, gone), None
         state.left.append(_Leaving(state.inside[gone].tolist(), layer, head_state, logits))
-        kv_policy.fill(self._model, layer, state.x[gone], state.rows.only_decode(gone), self._cache)
+        kv_policy.fill(self._model, layer, state.x[gone], state.rows.select(gone), self._cache)
         self.stats.rows_filled += len(gone)
         stay = (~leaving).nonzero()[:, 0]
-        state.x = torch.cat((state.x[stay], state.x[state.rows.num_decode :]))
-        state.rows = state.rows.select(stay)
+        kept = torch.cat((stay, torch.arange(len(state.inside), len(state.rows))))
+        state.x, state.rows = state.x[kept], state.rows.select(kept)
         state.inside = state.inside[stay]
 
     def _head_state(self, state: _Pass, layer: int, decode_rows: Tensor) -> Tensor:
         """State [len(decode_rows), D] that the exit's unembedding reads."""
-        rows = state.rows.only_decode(decode_rows) if self._model.exits[layer].block is not None else state.rows
+        rows = state.rows.select(decode_rows) if self._model.exits[layer].block is not None else state.rows
         return self._model.exit_state(layer, state.x[decode_rows], rows, self._cache)
 
     def _finish(self, state: _Pass, scheduled: Sequence[ScheduledRequest]) -> None:
         """Logits of the final exit, for the rows that predict a token and no others."""
-        items, places = state.inside.tolist(), list(range(state.rows.num_decode))
-        last = state.rows.num_decode - 1
+        items, places = state.inside.tolist(), list(range(len(state.inside)))
+        last = len(state.inside) - 1
         for index, item in enumerate(scheduled):
             if item.phase is Phase.DECODE:
                 continue

@@ -27,7 +27,7 @@ from offramp.serve.config import Kernels
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model import ops
 from offramp.serve.model.linear import PackedLinear
-from offramp.serve.model.rows import Rows
+from offramp.serve.model.rows import RowContext, Rows
 
 
 class PackedLayer:
@@ -211,16 +211,18 @@ class PackedModel:
         """[N] -> [N, D]."""
         return self._embedding[token_ids]
 
-    def rotary_tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for positions 0 .. `length` - 1, each [length, E], with frequencies for `length` tokens.
+    def row_context(self, max_model_len: int, block_size: int) -> RowContext:
+        """What rows of this model share, with rotary tables for `max_model_len` tokens.
 
         Frequencies of `dynamic` scaling depend on the longest sequence attended over. The engine takes the longest it
         ever serves for every request, so that a request's keys stay valid as it grows and its tokens do not depend on
         its neighbours.
         """
-        frequencies = inverse_frequencies(self.config.rope, self.config.head_dim, length)
-        cos, sin = rotary_tables(frequencies, torch.arange(length))
-        return cos.to(self.dtype), sin.to(self.dtype)
+        config = self.config
+        frequencies = inverse_frequencies(config.rope, config.head_dim, max_model_len)
+        cos, sin = rotary_tables(frequencies, torch.arange(max_model_len))
+        half = config.head_dim // 2
+        return RowContext(cos[:, :half], sin[:, :half], self.dtype, block_size, config.sliding_window)
 
     def run_layers(self, x: Tensor, rows: Rows, cache: KVStorage, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Run layers `start` + 1 .. `stop` of the backbone on states [N, D] that have been through `start` layers.

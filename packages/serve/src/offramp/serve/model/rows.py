@@ -1,185 +1,142 @@
-"""The rows of one iteration as tensors: which tokens, where their keys and values go, and what they attend to.
+"""The rows of one iteration as tensors: which token each is, and where its keys and values lie.
 
-Rows are packed: first the decode rows, one for each request that decodes, then the rows of the prompts, request by
-request. Computed once per iteration, used by every layer.
+A row attends to the keys 0 .. position of its own sequence (or to its sliding window), whatever other rows there are:
+so rows may leave, join and be regrouped, and nothing but what is stored here has to follow them.
 
-Legend: N rows, M decode rows, T keys that a row sees at most, P rows of one prompt's chunk, E head dim.
+Legend: N rows, S sequences, E head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from offramp.serve.scheduler_output import Phase, ScheduledRequest
+from offramp.serve.model.attended import Attended
+from offramp.serve.scheduler_output import ScheduledRequest
 
 
-@dataclass(frozen=True)
-class DecodeKeys:
-    """What the decode rows attend to.
-
-    Attributes:
-        slots: [M, T] cache slots of the keys each row sees. Rows that see fewer than T keys repeat their first one, so
-            that a slot which was never written is never read, not even to be masked.
-        bias: [M, 1, 1, T] added to the scores: 0, or -inf at a repetition. None if all rows see T keys.
-    """
-
-    slots: Tensor
-    bias: Tensor | None
-
-    def select(self, rows: Tensor) -> DecodeKeys:
-        """Only `rows` [m] of them."""
-        return DecodeKeys(self.slots[rows], None if self.bias is None else self.bias[rows])
-
-
-@dataclass(frozen=True)
-class ChunkKeys:
-    """What the rows of one prompt's chunk attend to.
+class RowContext:
+    """What the rows of all iterations of one engine share.
 
     Attributes:
-        num_rows: P.
-        slots: [T] cache slots of all keys that any of the rows sees.
-        bias: [P, T] added to the scores: 0 where the row sees the key, else -inf. None if every row sees every key.
+        cos: [max_model_len, E/2] fp32 rotary cosines.
+        sin: [max_model_len, E/2] fp32 rotary sines.
+        dtype: of the model's states.
+        block_size: tokens per block of the cache.
+        sliding_window: tokens that a token sees, itself included; None is all before it.
     """
 
-    num_rows: int
-    slots: Tensor
-    bias: Tensor | None
+    def __init__(
+        self, cos: Tensor, sin: Tensor, dtype: torch.dtype, block_size: int, sliding_window: int | None
+    ) -> None:
+        self.cos, self.sin = cos.contiguous(), sin.contiguous()
+        self.dtype = dtype
+        self.block_size = block_size
+        self.sliding_window = sliding_window
+
+    @cached_property
+    def wide_tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for both halves of a head, each [max_model_len, 1, E] in the states' dtype.
+
+        The first half of the sines is negated; see `ops.rotate`.
+        """
+        cos = torch.cat((self.cos, self.cos), dim=-1)
+        sin = torch.cat((-self.sin, self.sin), dim=-1)
+        return cos[:, None].to(self.dtype), sin[:, None].to(self.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows that are still inside.
+    """Rows of one iteration; those of one sequence are neighbours in order of position.
 
     Attributes:
-        slots: [N] cache slot of each row's own key and value.
-        cos: [N, 1, E] rotary cosines, in the model's dtype.
-        sin: [N, 1, E] rotary sines; the first half is negated (see `ops.rotate`).
-        num_decode: M; the first rows.
-        decode: what they attend to; None if there are none.
-        chunks: what the others attend to.
+        positions: [N] int64 positions in their sequences, from 0.
+        slots: [N] int64 cache slots of their own keys and values.
+        sequences: [N] int32 which row of `block_tables` is theirs.
+        block_tables: [S, blocks] int32; entries that a shorter sequence does not use repeat its first.
+        context: what all rows share.
     """
 
+    positions: Tensor
     slots: Tensor
-    cos: Tensor
-    sin: Tensor
-    num_decode: int
-    decode: DecodeKeys | None
-    chunks: tuple[ChunkKeys, ...]
+    sequences: Tensor
+    block_tables: Tensor
+    context: RowContext
 
     def __len__(self) -> int:
-        return self.slots.shape[0]
+        return self.positions.shape[0]
 
-    def select(self, decode_rows: Tensor) -> Rows:
-        """Without the decode rows that are not in `decode_rows` [m]; the prompts' rows stay."""
-        kept = torch.cat((decode_rows, torch.arange(self.num_decode, len(self)))) if self.chunks else decode_rows
-        decode = self.decode.select(decode_rows) if self.decode is not None and len(decode_rows) else None
-        return Rows(self.slots[kept], self.cos[kept], self.sin[kept], len(decode_rows), decode, self.chunks)
+    @cached_property
+    def cos(self) -> Tensor:
+        """[N, 1, E] rotary cosines, for the torch operations."""
+        return self.context.wide_tables[0][self.positions]
 
-    def only_decode(self, decode_rows: Tensor) -> Rows:
-        """Only the decode rows `decode_rows` [m], m > 0, without the prompts."""
-        assert self.decode is not None
-        return Rows(
-            self.slots[decode_rows],
-            self.cos[decode_rows],
-            self.sin[decode_rows],
-            len(decode_rows),
-            self.decode.select(decode_rows),
-            (),
+    @cached_property
+    def sin(self) -> Tensor:
+        """[N, 1, E] signed rotary sines, for the torch operations."""
+        return self.context.wide_tables[1][self.positions]
+
+    @cached_property
+    def attended(self) -> Attended:
+        """The keys that each row sees, for the torch operations."""
+        context = self.context
+        return Attended.of(
+            self.positions, self.sequences, self.block_tables, context.block_size, context.sliding_window, context.dtype
         )
 
+    def select(self, index: Tensor) -> Rows:
+        """The rows `index` [n], which keeps those of one sequence neighbours in order of position."""
+        return Rows(self.positions[index], self.slots[index], self.sequences[index], self.block_tables, self.context)
 
-class RowBuilder:
-    """Makes the rows of an iteration for one model and one cache."""
-
-    def __init__(self, cos: Tensor, sin: Tensor, block_size: int, sliding_window: int | None) -> None:
-        """Remember what does not change.
-
-        Args:
-            cos: [max_model_len, E] fp32 or the model's dtype.
-            sin: [max_model_len, E].
-            block_size: tokens per block of the cache.
-            sliding_window: tokens that a token sees, itself included; None is all before it.
-        """
-        half = sin.shape[-1] // 2
-        self._cos = cos[:, None].contiguous()
-        self._sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)[:, None].contiguous()
-        self._block_size = block_size
-        self._window = sliding_window
-
-    def build(self, scheduled: Sequence[ScheduledRequest]) -> Rows:
-        """Lay out an iteration.
+    def join(self, sequences: Tensor, positions: Tensor) -> tuple[Rows, Tensor]:
+        """These rows, and further ones of the same sequences.
 
         Args:
-            scheduled: decodes first.
+            sequences: [n] int32.
+            positions: [n] int64.
+
+        Returns:
+            All rows, and [N + n] which of these rows (counting the further ones on from N) lies at each place.
         """
-        decodes = [item for item in scheduled if item.phase is Phase.DECODE]
-        prompts = scheduled[len(decodes) :]
-        assert all(item.num_tokens == 1 for item in decodes)
-        assert all(item.phase is Phase.PREFILL for item in prompts), "decodes come first"
-        positions = torch.tensor([p for item in scheduled for p in range(item.start, item.start + item.num_tokens)])
-        slots: list[Tensor] = []
-        decode: DecodeKeys | None = None
-        if decodes:
-            own, decode = self._decode_keys(decodes, positions[: len(decodes)])
-            slots.append(own)
-        chunks: list[ChunkKeys] = []
-        for item in prompts:
-            keys = self._chunk_keys(item)
-            slots.append(keys.slots[-item.num_tokens :])
-            chunks.append(keys)
-        return Rows(
-            slots=torch.cat(slots),
-            cos=self._cos[positions],
-            sin=self._sin[positions],
-            num_decode=len(decodes),
-            decode=decode,
-            chunks=tuple(chunks),
+        table = self.block_tables[sequences.long()]
+        slots = table.gather(1, (positions // self.context.block_size)[:, None])[:, 0] * self.context.block_size
+        joined = Rows(
+            torch.cat((self.positions, positions)),
+            torch.cat((self.slots, slots + positions % self.context.block_size)),
+            torch.cat((self.sequences, sequences)),
+            self.block_tables,
+            self.context,
         )
-
-    def _decode_keys(self, decodes: Sequence[ScheduledRequest], positions: Tensor) -> tuple[Tensor, DecodeKeys]:
-        """Slots [M] of the rows themselves, and of the keys they see."""
-        last = max(item.start for item in decodes)
-        num_blocks = last // self._block_size + 1
-        tables = torch.tensor([_padded(item.block_table, num_blocks) for item in decodes])
-        own = _slots(tables, positions[:, None], self._block_size)[:, 0]
-        first = torch.zeros_like(positions)
-        if self._window is not None:
-            first = (positions + 1 - self._window).clamp(min=0)
-        num_keys = positions - first + 1
-        steps = torch.arange(int(num_keys.max()))
-        seen = steps < num_keys[:, None]
-        keys = torch.where(seen, first[:, None] + steps, first[:, None])
-        bias = None if bool(seen.all()) else _bias(seen, self._cos.dtype)[:, None, None]
-        return own, DecodeKeys(_slots(tables, keys, self._block_size), bias)
-
-    def _chunk_keys(self, item: ScheduledRequest) -> ChunkKeys:
-        stop = item.start + item.num_tokens
-        first = 0 if self._window is None else max(0, item.start + 1 - self._window)
-        keys = torch.arange(first, stop)
-        table = torch.tensor(item.block_table)
-        slots = table[keys // self._block_size] * self._block_size + keys % self._block_size
-        if item.num_tokens == 1:
-            return ChunkKeys(1, slots, None)
-        distance = torch.arange(item.start, stop)[:, None] - keys
-        seen = distance >= 0
-        if self._window is not None:
-            seen &= distance < self._window
-        return ChunkKeys(item.num_tokens, slots, _bias(seen, self._cos.dtype))
+        reach = self.block_tables.shape[1] * self.context.block_size
+        order = torch.argsort(joined.sequences * reach + joined.positions)
+        return joined.select(order), order
 
 
-def _padded(block_table: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """The first `length` blocks; a shorter table repeats its first block, which no position then refers to."""
-    return (*block_table[:length], *block_table[:1] * (length - len(block_table)))
+def build_rows(scheduled: Sequence[ScheduledRequest], context: RowContext) -> Rows:
+    """Lay out an iteration: the rows of one request after those of the other; sequences count as the requests do."""
+    size = context.block_size
+    counts = [item.num_tokens for item in scheduled]
+    num_blocks = [-(-(item.start + item.num_tokens) // size) for item in scheduled]
+    widest = max(num_blocks)
+    tables = torch.tensor(
+        [_padded(item.block_table, used, widest) for item, used in zip(scheduled, num_blocks, strict=True)],
+        dtype=torch.int32,
+    )
+    positions = torch.tensor(_chain(range(item.start, item.start + item.num_tokens) for item in scheduled))
+    sequences = torch.arange(len(scheduled), dtype=torch.int32)
+    if len(positions) > len(scheduled):
+        sequences = sequences.repeat_interleave(torch.tensor(counts))
+    slots = tables[sequences.long(), positions // size].long() * size + positions % size
+    return Rows(positions, slots, sequences, tables, context)
 
 
-def _slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Slots [M, T] of positions [M, T] by block tables [M, blocks]."""
-    return tables.gather(1, positions // block_size) * block_size + positions % block_size
+def _chain(ranges: Iterable[range]) -> list[int]:
+    return [position for one in ranges for position in one]
 
 
-def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+def _padded(block_table: tuple[int, ...], used: int, length: int) -> tuple[int, ...]:
+    return (*block_table[:used], *block_table[:1] * (length - used))
