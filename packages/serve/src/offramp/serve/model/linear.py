@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offramp.serve.model.head_output import HeadOutput
+
 
 class PackedLinear:
     """y = x W^T + b."""
@@ -36,6 +38,10 @@ class PackedLinear:
         if self.is_packed:
             return _packed_linear(x, self._weight, self.bias)
         return F.linear(x, self._weight, self.bias)
+
+    def head(self, x: Tensor) -> HeadOutput:
+        """Best tokens of rows [N, I], where this is an unembedding."""
+        return HeadOutput.of(self(x))
 
 
 @functools.cache

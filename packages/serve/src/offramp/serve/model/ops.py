@@ -2,8 +2,8 @@
 
 They are the seam where faster kernels come in: a replacement has the same signature and is tested against these.
 
-Legend: N rows, M single rows, P rows of a run, T keys, D model, F feed-forward, H query heads, K key/value heads, E head
-dim.
+Legend: N rows, M single rows, P rows of a run, T keys, D model, F feed-forward, H query heads, K key/value heads, E
+head dim.
 """
 
 from __future__ import annotations
