@@ -9,7 +9,9 @@ from offramp.serve.request import Request, RequestOutput, RequestStatus, TokenLo
 
 
 class FakeEngine:
-    """Token t of a request is the text ` t`; its exit layer is 1 + t % 4.
+    """Token t of a request is the text ` t`; its exit layer is 1 + t % 4, and confidence t / 8 unless that is 4.
+
+    Of several sequences, number j > 0 says ` j:t`, each with log-probability -1 - 2 * j % 3: -1, -3, -2, ...
 
     Attributes:
         seen: Ids of requests taken in, in order.
@@ -51,14 +53,24 @@ class FakeEngine:
         self.iterations += 1
         outputs: list[RequestOutput] = []
         for request in list(self._live.values()):
-            token = len(request.output_token_ids)
-            request.output_token_ids.append(token)
-            request.exit_layers.append(1 + token % 4)
-            if request.sampling.logprobs is not None:
-                top = tuple((token + k, -1.0 - k) for k in range(request.sampling.logprobs))
-                request.logprobs.append(TokenLogprobs(token, -1.0, top))
-            if token + 1 == request.sampling.max_tokens:
+            token, sampling = len(request.output_token_ids), request.sampling
+            if token == 0 and sampling.prompt_logprobs is not None:
+                request.prompt_logprobs += [self._logprobs(t, -0.5, 1) for t in request.prompt_token_ids[1:]]
+            text = ""
+            if sampling.max_tokens > 0:
+                text = f" {token}" if sampling.sequence == 0 else f" {sampling.sequence}:{token}"
+                request.output_token_ids.append(token)
+                request.exit_layers.append(1 + token % 4)
+                request.confidences.append(None if token % 4 == 3 else token / 8)
+                if sampling.logprobs is not None:
+                    logprob = -1.0 - 2 * sampling.sequence % 3
+                    request.logprobs.append(self._logprobs(token, logprob, sampling.logprobs))
+            if len(request.output_token_ids) == sampling.max_tokens:
                 request.status = RequestStatus.FINISHED_LENGTH
                 del self._live[request.request_id]
-            outputs.append(RequestOutput.of(request, token, f" {token}"))
+            outputs.append(RequestOutput.of(request, token, text))
         return outputs
+
+    @staticmethod
+    def _logprobs(token: int, logprob: float, count: int) -> TokenLogprobs:
+        return TokenLogprobs(token, logprob, tuple((token + k, logprob - k) for k in range(count)))

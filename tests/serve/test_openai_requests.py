@@ -6,6 +6,7 @@ import pytest
 
 from offramp.serve.protocol.errors import ApiError
 from offramp.serve.protocol.requests import ChatBody, CompletionBody, parse_body
+from offramp.serve.request import Constraint
 
 PROMPT: dict[str, Any] = {"model": "m", "prompt": "Hi"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -72,7 +73,7 @@ def test_missing_fields_are_named(missing: str) -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        {"max_tokens": 0},
+        {"max_tokens": -1},
         {"max_tokens": "5"},
         {"max_tokens": 1.5},
         {"max_tokens": True},
@@ -108,45 +109,105 @@ def test_values_out_of_range_are_refused_by_name(field: dict[str, Any]) -> None:
     assert (error.param or "").startswith(name)
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"n": 1},
-        {"presence_penalty": 0},
-        {"presence_penalty": 0.0},
-        {"frequency_penalty": 0.0},
-        {"logit_bias": {}},
-        {"best_of": 1},
-        {"echo": False},
-        {"suffix": ""},
-    ],
-)
-def test_what_offramp_lacks_is_accepted_where_it_changes_nothing(field: dict[str, Any]) -> None:
-    parse_body(CompletionBody, PROMPT | field)
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"n": 2},
-        {"n": 0},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -1},
-        {"logit_bias": {"50256": -100}},
-        {"best_of": 2},
-        {"echo": True},
-        {"suffix": "end"},
-    ],
-)
-def test_what_offramp_lacks_is_refused_where_it_would_change_something(field: dict[str, Any]) -> None:
-    error = refused(CompletionBody, PROMPT | field)
-    assert error.param == next(iter(field))
+@pytest.mark.parametrize(("field", "refused_value"), [("suffix", "end")])
+def test_what_offramp_lacks_is_accepted_only_where_it_changes_nothing(field: str, refused_value: object) -> None:
+    parse_body(CompletionBody, PROMPT | {field: ""})
+    error = refused(CompletionBody, PROMPT | {field: refused_value})
+    assert error.param == field
     assert "leave it out or set it to" in error.message
 
 
-@pytest.mark.parametrize("field", [{"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}])
-def test_chat_features_that_would_change_the_answer_are_refused(field: dict[str, Any]) -> None:
-    assert refused(ChatBody, CHAT | field).param == next(iter(field))
+def test_chat_features_that_would_change_the_answer_are_refused() -> None:
+    parse_body(ChatBody, CHAT | {"tools": [], "tool_choice": "none"})
+    assert refused(ChatBody, CHAT | {"tools": [{"type": "function"}]}).param == "tools"
+
+
+def test_sampling_that_openai_lacks_is_spelled_as_vllm_spells_it() -> None:
+    fields = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3, "ignore_eos": True}
+    for kind, base in ((CompletionBody, PROMPT), (ChatBody, CHAT)):
+        body = parse_body(kind, base | fields | {"stop_token_ids": [7]})
+        assert {name: getattr(body, name) for name in fields} == fields
+        assert body.stop_token_ids == [7]
+    assert parse_body(CompletionBody, PROMPT | {"top_k": -1}).top_k is None, "vLLM's word for all tokens"
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"offramp": {"kv_policy": "forget"}}, "offramp.kv_policy"),
+        ({"offramp": {"max_pending": 0}}, "offramp.max_pending"),
+        ({"offramp": {"thresholds": {"two": 0.5}}}, "offramp.thresholds.two"),
+        ({"offramp": {"priority": 0.5}}, "offramp.priority"),
+    ],
+)
+def test_faults_are_called_by_their_place(field: dict[str, Any], param: str) -> None:
+    for kind, base in ((CompletionBody, PROMPT), (ChatBody, CHAT)):
+        assert refused(kind, base | field).param == param
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": False}, "max_tokens"),
+        ({"stream_options": {}}, "stream_options"),
+    ],
+)
+def test_completion_fields_that_exclude_each_other(field: dict[str, Any], param: str) -> None:
+    assert refused(CompletionBody, PROMPT | field).param == param
+
+
+def test_what_belongs_to_the_other_endpoint_is_unknown() -> None:
+    for field in ({"echo": True}, {"best_of": 2}):
+        assert refused(ChatBody, CHAT | field).code == "unknown_parameter"
+    assert refused(CompletionBody, PROMPT | {"top_logprobs": 2}).code == "unknown_parameter"
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Constraint("json")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+            Constraint("json_schema", '{"type": "object"}'),
+        ),
+        ({"structured_outputs": {"regex": "[ab]+"}}, Constraint("regex", "[ab]+")),
+    ],
+)
+def test_the_language_of_the_answer(fields: dict[str, Any], constraint: Constraint | None) -> None:
+    assert parse_body(ChatBody, CHAT | fields).constraint == constraint
+
+
+def test_two_languages_at_once_are_refused() -> None:
+    fields = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+    with pytest.raises(ApiError) as caught:
+        _ = parse_body(ChatBody, CHAT | fields).constraint
+    assert (caught.value.status, caught.value.param) == (400, "structured_outputs")
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 3])

@@ -13,11 +13,9 @@ from helpers.tiny import BOS_ID, IM_START_ID, tiny_tokenizer
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.card import ModelCard
-from offramp.serve.protocol.errors import ApiError
 from offramp.serve.protocol.replies import Complete, Generation
-from offramp.serve.protocol.requests import OfframpOptions
-from offramp.serve.protocol.service import OpenAIService, exit_options
-from offramp.serve.request import Request
+from offramp.serve.protocol.service import OpenAIService
+from offramp.serve.request import Constraint, ExitOptions, Request
 
 COMPLETIONS, CHAT = "v1/completions", "v1/chat/completions"
 
@@ -166,6 +164,103 @@ def test_several_prompts_are_several_choices(service: OpenAIService) -> None:
     assert sorted(finals) == [0, 1, 2]
 
 
+def test_several_choices_of_several_prompts(service: OpenAIService, engine: Engine) -> None:
+    asked = {"prompt": [[5], [6, 7]], "n": 2, "max_tokens": 2, "seed": 3}
+    got = answer(service.open(COMPLETIONS, body(**asked), "1"))
+    texts = [" 0 1", " 1:0 1:1", " 0 1", " 1:0 1:1"]
+    assert [(choice["index"], choice["text"]) for choice in got["choices"]] == list(enumerate(texts))
+    assert got["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}, "each prompt once"
+    asks = [(request.prompt_token_ids, request.sampling.seed, request.sampling.sequence) for request in engine.requests]
+    assert asks == [((5,), 3, 0), ((5,), 3, 1), ((6, 7), 3, 0), ((6, 7), 3, 1)]
+
+    chunks = events(service.open(COMPLETIONS, body(**asked, stream=True, stream_options={"include_usage": True}), "2"))
+    assert chunks.pop()["usage"] == got["usage"]
+    streamed = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert ["".join(one["text"] for one in streamed if one["index"] == index) for index in range(4)] == texts
+    assert [one["index"] for one in streamed[:4]] == [0, 1, 2, 3], "interleaved, not one after the other"
+
+
+def test_every_choice_of_a_chat_begins_with_the_role(service: OpenAIService) -> None:
+    chunks = events(service.open(CHAT, chat_body(n=3, max_tokens=2, stream=True), "1"))
+    said = [(one["index"], one["delta"].get("role")) for chunk in chunks for one in chunk["choices"]]
+    assert said == [(0, "assistant"), (1, "assistant"), (2, "assistant"), (0, None), (1, None), (2, None)]
+    got = answer(service.open(CHAT, chat_body(n=3, max_tokens=1), "2"))
+    assert [choice["message"]["content"] for choice in got["choices"]] == [" 0", " 1:0", " 2:0"]
+
+
+def test_the_best_of_several_have_the_highest_mean_logprob(service: OpenAIService, engine: Engine) -> None:
+    asked = {"prompt": [[5]], "n": 2, "best_of": 3, "max_tokens": 2}
+    got = answer(service.open(COMPLETIONS, body(**asked), "1"))
+    assert [(one["index"], one["text"]) for one in got["choices"]] == [(0, " 0 1"), (1, " 2:0 2:1")]
+    assert [one["logprobs"] for one in got["choices"]] == [None, None], "asked of the engine, not by the client"
+    assert got["usage"]["completion_tokens"] == 6, "all that were generated"
+    got = answer(service.open(COMPLETIONS, body(**asked, logprobs=1), "2"))
+    assert [one["logprobs"]["token_logprobs"] for one in got["choices"]] == [[-1.0] * 2, [-2.0] * 2]
+
+
+def test_an_echo_begins_with_the_prompt(service: OpenAIService) -> None:
+    got = answer(service.open(COMPLETIONS, body(prompt="the cat", echo=True, max_tokens=2, n=2), "1"))
+    assert [one["text"] for one in got["choices"]] == ["the cat 0 1", "the cat 1:0 1:1"]
+    assert got["choices"][0]["logprobs"] is None
+    ids = tiny_tokenizer()("the cat")["input_ids"]
+    chunks = events(service.open(COMPLETIONS, body(prompt=ids, echo=True, max_tokens=2, stream=True), "2"))
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["the cat 0", " 1"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_an_echo_with_logprobs_judges_the_prompt(service: OpenAIService, max_tokens: int, stream: bool) -> None:
+    text = "the caté"
+    ids = tiny_tokenizer()(text)["input_ids"]
+    asked = body(prompt=text, echo=True, logprobs=1, max_tokens=max_tokens, stream=stream)
+    reply = service.open(COMPLETIONS, asked, "1")
+    pieces = [chunk["choices"][0] for chunk in (events(reply) if stream else [answer(reply)])]
+    columns: dict[str, list[Any]] = {}
+    for piece in pieces:
+        for key, column in piece["logprobs"].items():
+            columns.setdefault(key, []).extend(column)
+    assert {len(column) for column in columns.values()} == {len(ids) + max_tokens}
+    assert columns["token_logprobs"] == [None, *[-0.5] * (len(ids) - 1), *[-1.0] * max_tokens]
+    assert columns["top_logprobs"][0] is None
+    echoed = "".join(piece["text"] for piece in pieces)
+    assert echoed == text + " 0 1"[: 2 * max_tokens]
+    starts = columns["text_offset"]
+    assert starts == sorted(starts)
+    words = [
+        text[start:stop] for start, stop in zip(starts[: len(ids)], [*starts[1 : len(ids)], len(text)], strict=True)
+    ]
+    whole = [(word, token) for word, token in zip(words, columns["tokens"], strict=False) if "\ufffd" not in token]
+    assert all(word == token for word, token in whole)
+    assert len(whole) >= 3
+    assert starts[len(ids) :] == [len(text) + 2 * index for index in range(max_tokens)]
+    assert pieces[-1]["finish_reason"] == "length"
+
+
+def test_an_echo_without_a_new_token_and_without_logprobs(service: OpenAIService) -> None:
+    got = answer(service.open(COMPLETIONS, body(prompt="the cat", echo=True, max_tokens=0), "1"))
+    [choice] = got["choices"]
+    assert (choice["text"], choice["logprobs"]) == ("the cat", None)
+    assert got["usage"]["completion_tokens"] == 0
+    full = answer(service.open(COMPLETIONS, body(prompt=[5] * 80, echo=True, max_tokens=0), "2"))
+    assert full["usage"]["prompt_tokens"] == 80, "a prompt that leaves no room for a new token needs none"
+
+
+def test_who_gives_an_answer_up_gives_up_all_of_its_choices_at_once(service: OpenAIService, engine: Engine) -> None:
+    reply = service.open(COMPLETIONS, body(prompt=[4], n=4, max_tokens=70), "1")
+    assert isinstance(reply, Generation)
+    deadline = time.monotonic() + 5
+    while len(engine.seen) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    before: list[int] = []
+    engine.on_step = lambda: before.append(len(engine.cancelled))
+    service.abandon(reply)
+    while len(engine.cancelled) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert set(before) <= {0}, "an iteration ran with some of them cancelled and others not"
+
+
 def test_pieces_are_capped_and_lose_nothing(service: OpenAIService) -> None:
     payload = chat_body(max_tokens=20, stream=True)
     whole = collect(service.open(CHAT, payload, "1"))
@@ -180,6 +275,14 @@ def test_exit_layers_are_reported_when_asked_for(service: OpenAIService) -> None
     chunks = events(service.open(CHAT, chat_body(max_tokens=4, stream=True, offramp=wanted), "2"))
     assert [layer for chunk in chunks for layer in chunk["offramp"]["exit_layers"]] == [1, 2, 3, 4]
     assert chunks[-1]["offramp"]["mean_layers"] == 2.5
+
+
+def test_confidences_are_reported_when_asked_for(service: OpenAIService) -> None:
+    asked = {"prompt": [5], "max_tokens": 4, "offramp": {"return_confidences": True}}
+    [choice] = answer(service.open(COMPLETIONS, body(**asked), "1"))["choices"]
+    assert choice["offramp"] == {"confidences": [0.0, 0.125, 0.25, None]}
+    chunks = events(service.open(COMPLETIONS, body(**asked, stream=True), "2"))
+    assert [chunk["offramp"]["confidences"] for chunk in chunks] == [[0.0], [0.125], [0.25], [None]]
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -221,6 +324,41 @@ def test_what_is_asked_reaches_the_engine(service: OpenAIService, engine: Engine
     assert request.eos_token_ids == {1, 3}
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (3, 0.5, 0.9)
     assert (sampling.seed, sampling.stop, sampling.logprobs) == (-7, ("x",), 1)
+    assert sampling.prompt_logprobs is None
+    assert (request.client, request.priority) == ("", 0)
+    fields = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {"7": -100, "8": 1.5},
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+    }
+    more = {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [9], "user": "ann", "offramp": {"priority": -2}}
+    collect(service.open(CHAT, chat_body(max_tokens=2, **fields, **more), "2"))
+    request = engine.requests[-1]
+    sampling = request.sampling
+    assert sampling.logit_bias == ((7, -100.0), (8, 1.5))
+    plain = {name: value for name, value in fields.items() if name != "logit_bias"}
+    assert {name: getattr(sampling, name) for name in plain} == plain
+    assert (sampling.min_tokens, sampling.ignore_eos, sampling.stop_token_ids) == (2, True, (9,))
+    assert (request.client, request.priority) == ("ann", -2)
+    collect(service.open(CHAT, chat_body(max_tokens=2, response_format={"type": "json_object"}), "3"))
+    assert engine.requests[-1].sampling.constraint == Constraint("json")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"300": 1}}, "logit_bias"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens"),
+    ],
+)
+def test_sampling_that_cannot_be_is_400_with_the_name_of_the_field(
+    service: OpenAIService, fields: dict[str, Any], param: str
+) -> None:
+    assert refusal(service.open(COMPLETIONS, body(prompt=[4], **fields), "1"), 400)["param"] == param
 
 
 def test_default_lengths(service: OpenAIService, engine: Engine) -> None:
@@ -312,8 +450,10 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(service: OpenAIService) 
     assert isinstance(service.open(COMPLETIONS, body(prompt=[4], max_tokens=1), "3"), Generation)
 
 
-def test_more_prompts_than_can_ever_run_are_400(service: OpenAIService) -> None:
+def test_more_choices_than_can_ever_run_are_400(service: OpenAIService) -> None:
     assert "5 prompts" in refusal(service.open(COMPLETIONS, body(prompt=[[4]] * 5), "1"), 400)["message"]
+    error = refusal(service.open(CHAT, chat_body(n=5, max_tokens=1), "1"), 400)
+    assert (error["param"], "5 requests" in error["message"]) == ("n", True)
 
 
 def test_without_a_chat_template_chat_is_400_and_completions_work(thread: EngineThread) -> None:
@@ -347,50 +487,38 @@ def test_when_the_engine_has_died_requests_fail_with_the_cause(
 
 
 @pytest.mark.parametrize(
-    ("options", "policy", "kv_policy"),
+    ("options", "exits"),
     [
-        ({}, None, "fill"),
-        ({"exit_policy": "full"}, None, "full"),
-        ({"kv_policy": "full"}, None, "full"),
-        ({"exit_policy": "early"}, ExitPolicy(thresholds={1: 0.9, 2: 0.8}), "fill"),
-        ({"threshold": 0.5}, ExitPolicy(thresholds={1: 0.5, 2: 0.5}), "fill"),
-        ({"thresholds": {"2": 0.5}}, ExitPolicy(thresholds={2: 0.5}), "fill"),
-        ({"min_exit_layer": 2}, ExitPolicy(thresholds={1: 0.9, 2: 0.8}, min_layer=2), "fill"),
+        ({}, ExitOptions()),
+        ({"exit_policy": "full"}, ExitOptions("full")),
+        ({"thresholds": {"2": 0.5}}, ExitOptions(policy=ExitPolicy(thresholds={2: 0.5}))),
+        ({"kv_policy": "verify", "max_pending": 3}, ExitOptions("verify", max_pending=3)),
+        ({"kv_policy": "static", "exit_layer": 2}, ExitOptions("static", static_layer=2)),
     ],
 )
-def test_exit_options(options: dict[str, Any], policy: ExitPolicy | None, kv_policy: str) -> None:
-    chosen = exit_options(OfframpOptions(**options), card())
-    assert (chosen.policy, chosen.kv_policy) == (policy, kv_policy)
+def test_depth_reaches_the_engine(
+    service: OpenAIService, engine: Engine, options: dict[str, Any], exits: ExitOptions
+) -> None:
+    collect(service.open(CHAT, chat_body(max_tokens=1, offramp=options), "1"))
+    assert engine.requests[-1].exits == exits
 
 
 @pytest.mark.parametrize(
-    ("options", "changes"),
+    ("options", "field"),
     [
-        ({"exit_policy": "full", "threshold": 0.5}, {}),
-        ({"exit_policy": "full", "kv_policy": "fill"}, {}),
-        ({"exit_policy": "early", "kv_policy": "full"}, {}),
-        ({"exit_policy": "early"}, {"exit_layers": (), "policy": None}),
-        ({"threshold": 0.5}, {"exit_layers": (), "policy": None}),
-        ({"exit_policy": "early"}, {"policy": None}),
-        ({"min_exit_layer": 2}, {"policy": None}),
-        ({"threshold": 0.5, "thresholds": {"1": 0.5}}, {}),
-        ({"thresholds": {}}, {}),
+        ({"exit_policy": "full", "threshold": 0.5}, "threshold"),
+        ({"exit_policy": "early", "kv_policy": "full"}, "kv_policy"),
+        ({"kv_policy": "fill", "max_pending": 4}, "max_pending"),
+        ({"kv_policy": "static", "exit_layer": 3}, "exit_layer"),
+        ({"thresholds": {"3": 0.5}}, "thresholds"),
     ],
 )
-def test_exit_options_that_make_no_sense_are_refused(options: dict[str, Any], changes: dict[str, Any]) -> None:
-    with pytest.raises(ApiError) as caught:
-        exit_options(OfframpOptions(**options), card(**changes))
-    assert caught.value.status == 400
-
-
-@pytest.mark.parametrize("thresholds", [{"3": 0.5}, {"two": 0.5}, {"1": "high"}, [0.5]])
-def test_thresholds_at_no_exit_are_400(service: OpenAIService, thresholds: object) -> None:
-    refusal(service.open(COMPLETIONS, body(prompt=[4], offramp={"thresholds": thresholds}), "1"), 400)
-
-
-def test_an_unknown_kv_policy_is_400(service: OpenAIService) -> None:
-    payload = body(prompt=[4], offramp={"kv_policy": "forget"})
-    assert "forget" in refusal(service.open(COMPLETIONS, payload, "1"), 400)["message"]
+def test_contradictions_about_depth_are_400_with_the_name_of_the_field(
+    service: OpenAIService, options: dict[str, Any], field: str
+) -> None:
+    error = refusal(service.open(COMPLETIONS, body(prompt=[4], offramp=options), "1"), 400)
+    assert error["param"] == f"offramp.{field}"
+    assert field in error["message"]
 
 
 def test_many_threads_may_ask_at_once(service: OpenAIService) -> None:

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint directory."""
+"""The tokenizer of a checkpoint directory, and text to token ids."""
 
 from __future__ import annotations
 
@@ -26,3 +26,26 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as fault:
         raise OfframpError(f"the tokenizer in {directory} cannot be loaded: {fault}") from None
     return tokenizer
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text.
+
+    Args:
+        tokenizer: of the model.
+        text: any text, of any length.
+        add_special_tokens: as for plain text, by the tokenizer's own rule for BOS; False where a chat template has
+            written the special tokens itself.
+
+    Raises:
+        OfframpError: the text holds half a character, which no tokenizer takes.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as fault:
+        raise OfframpError(
+            f"the prompt is not Unicode text: character {fault.start} is {text[fault.start]!r}; give it in UTF-8."
+        ) from None
+    # verbose=False: the tokenizer's warning about length would be a second, less exact opinion.
+    encoding: Any = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+    return list(encoding["input_ids"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -143,12 +143,19 @@ class EngineThread:
         Returns:
             Whether it was still live.
         """
+        return bool(self.cancel_all([request_id]))
+
+    def cancel_all(self, request_ids: Iterable[str]) -> list[str]:
+        """Ends requests together, before the next iteration: what belongs to one client never ends by halves.
+
+        Returns:
+            Those that were still live.
+        """
         with self._condition:
-            if self._forget(request_id) is None:
-                return False
-            self._cancelled.append(request_id)
+            live = [request_id for request_id in request_ids if self._forget(request_id) is not None]
+            self._cancelled += live
             self._condition.notify()
-            return True
+            return live
 
     @contextmanager
     def attended(self) -> Iterator[None]:

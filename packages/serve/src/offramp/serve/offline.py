@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from offramp.common.errors import OfframpError
+from offramp.common.tokenizer import encode_text
 from offramp.serve.engine import Engine
 from offramp.serve.request import (
     ExitOptions,
@@ -18,6 +20,7 @@ from offramp.serve.request import (
     TokenLogprobs,
     Usage,
 )
+from offramp.serve.support import check_supported
 
 Prompt = str | Sequence[int]
 """Text, encoded as the tokenizer encodes plain text (its own rule for BOS, once); or token ids, taken as they are."""
@@ -34,7 +37,9 @@ class Completion:
         text: without stop strings and special tokens; empty without a tokenizer.
         token_ids: tokens generated, the one that ended the text included.
         exit_layers: for each of them, the number of layers run.
+        confidences: for each of them, what the exit test measured; None at the final exit.
         logprobs: for each of them, if asked for; otherwise empty.
+        prompt_logprobs: for every token of the prompt but the first, if asked for.
         finish_reason: why it ended; `error` if it failed.
         usage: tokens of prompt and completion.
         error: why it failed.
@@ -43,7 +48,9 @@ class Completion:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     exit_layers: list[int] = field(default_factory=list)
+    confidences: list[float | None] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
     error: str | None = None
@@ -53,7 +60,9 @@ class Completion:
         self.text += output.text
         self.token_ids += output.new_token_ids
         self.exit_layers += output.exit_layers
+        self.confidences += output.confidences
         self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
         self.finish_reason, self.usage, self.error = output.finish_reason, output.usage, output.error
 
 
@@ -63,6 +72,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams],
     exits: ExitOptions | Sequence[ExitOptions] | None = None,
     *,
+    n: int = 1,
     on_output: Callable[[int, RequestOutput], None] = lambda index, output: None,
 ) -> list[Completion]:
     """Generate for every prompt, as many at a time as the engine has seats.
@@ -72,33 +82,41 @@ def generate(
         prompts: text or token ids.
         sampling: for all prompts, or one for each.
         exits: for all prompts, or one for each; None takes the checkpoint's policy.
-        on_output: told the prompt's index and every output, as it comes (for a progress bar).
+        n: sequences for each prompt, which draw differently also where they share a seed.
+        on_output: told the completion's index and every output, as it comes (for a progress bar).
 
     Returns:
-        One completion for each prompt, in order.
+        `n` completions for each prompt, in order: sequence j of prompt i at index i * n + j.
 
     Raises:
-        OfframpError: a prompt can never run; nothing was generated then.
+        OfframpError: a prompt can never run, or `n` is no number of sequences; nothing was generated then.
     """
+    if n < 1:
+        raise OfframpError(f"n {n} must be at least 1 sequence for each prompt.")
     if engine.has_unfinished:
         raise ValueError("the engine is in use; its other requests would lose their outputs")
     requests = [
         Request(
             request_id=f"offline-{next(_numbers)}",
-            prompt_token_ids=tuple(encode(engine, prompt)),
-            sampling=params,
+            prompt_token_ids=token_ids,
+            sampling=dataclasses.replace(params, sequence=sequence),
             exits=options,
             eos_token_ids=frozenset(engine.checkpoint.eos_token_ids),
         )
-        for prompt, params, options in zip(
-            prompts, _one_each(sampling, len(prompts)), _one_each(exits or ExitOptions(), len(prompts)), strict=True
+        for token_ids, params, options in zip(
+            (tuple(encode(engine, prompt)) for prompt in prompts),
+            _one_each(sampling, len(prompts)),
+            _one_each(exits or ExitOptions(), len(prompts)),
+            strict=True,
         )
+        for sequence in range(n)
     ]
     for index, request in enumerate(requests):
         try:
+            check_supported(request)
             engine.check(request)
         except OfframpError as fault:
-            raise OfframpError(f"prompt {index}: {fault}" if len(requests) > 1 else str(fault)) from None
+            raise OfframpError(f"prompt {index // n}: {fault}" if len(prompts) > 1 else str(fault)) from None
     completions = [Completion() for _ in requests]
     indices = {request.request_id: index for index, request in enumerate(requests)}
     waiting = iter(requests)
@@ -118,21 +136,8 @@ def generate(
 
 
 def encode(engine: Engine, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt.
-
-    Raises:
-        OfframpError: the text holds half a character, which no tokenizer takes.
-    """
-    if not isinstance(prompt, str):
-        return list(prompt)
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as fault:
-        raise OfframpError(
-            f"the prompt is not Unicode text: character {fault.start} is {prompt[fault.start]!r}; give it in UTF-8."
-        ) from None
-    encoding: Any = engine.tokenizer(prompt, verbose=False)
-    return list(encoding["input_ids"])
+    """Token ids of a prompt; see `encode_text`."""
+    return encode_text(engine.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
 
 
 def _one_each(value: _T | Sequence[_T], count: int) -> Sequence[_T]:

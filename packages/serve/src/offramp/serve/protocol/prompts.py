@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from offramp.common.tokenizer import encode_text
 from offramp.serve.protocol.errors import ApiError, bad_request
 from offramp.serve.protocol.requests import ChatBody, CompletionBody, Message
 
@@ -25,7 +25,7 @@ def encode_prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, voc
     """
     encoded: list[list[int]] = []
     for index, prompt in enumerate(body.prompt):
-        ids = _encode(tokenizer, prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        ids = encode_text(tokenizer, prompt) if isinstance(prompt, str) else prompt
         where = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
         if not ids:
             raise bad_request(f"Invalid value for '{where}': it has no tokens.", param=where)
@@ -57,17 +57,10 @@ def encode_chat(body: ChatBody, tokenizer: PreTrainedTokenizerBase) -> list[int]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: it may raise anything, and only this request is at fault
         raise _refused(f"The chat template refuses these messages: {error}") from error
-    ids = _encode(tokenizer, str(text), add_special_tokens=False)
+    ids = encode_text(tokenizer, str(text), add_special_tokens=False)
     if not ids:
         raise _refused("The chat template made no tokens of these messages.")
     return ids
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool) -> list[int]:
-    # verbose=False: the tokenizer's warning about length would be a second, less exact opinion.
-    encoding: Any = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-    ids: Sequence[int] = encoding["input_ids"]
-    return list(ids)
 
 
 def _template_message(message: Message) -> dict[str, str]:

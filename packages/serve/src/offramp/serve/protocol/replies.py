@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from offramp.serve.protocol.echo import Echo
 from offramp.serve.protocol.errors import ApiError, internal
 from offramp.serve.request import RequestOutput, TokenLogprobs
 
@@ -45,18 +46,45 @@ class Complete:
         return cls(error.status, encode(error.body()), dict(error.headers))
 
 
+@dataclass(frozen=True)
+class Report:
+    """What an answer tells beside its text.
+
+    Attributes:
+        usage: Whether a stream ends with an event that carries the usage; a whole answer always has it.
+        logprobs: Log-probabilities of the tokens.
+        exit_layers: How deep every token went.
+        confidences: What the exit test measured for every token.
+    """
+
+    usage: bool = False
+    logprobs: bool = False
+    exit_layers: bool = False
+    confidences: bool = False
+
+
 @dataclass
 class _Choice:
     """One sequence of an answer, as far as it has come."""
 
     index: int
+    echo: Echo | None
+    heard: bool = False  # whether the engine has said anything of it
+    spoke: bool = False  # whether the stream has
     texts: list[str] = field(default_factory=list)
     text_length: int = 0  # characters
     exit_layers: list[int] = field(default_factory=list)
+    confidences: list[float | None] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprob_sum: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     finish_reason: str | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """How likely the model finds it, whatever its length."""
+        return self.logprob_sum / max(self.completion_tokens, 1)
 
 
 class Generation(ABC):
@@ -68,11 +96,14 @@ class Generation(ABC):
     Args:
         id: OpenAI's id of the answer.
         model: The model's name.
-        request_ids: The engine's requests, in the order of the choices.
+        request_ids: The engine's requests: all sequences of the first prompt, then those of the next, and so on.
         stream: Server-sent events, or one JSON object.
-        include_usage: Whether a stream ends with an event that carries the usage.
-        exit_layers: Whether the answer reports exit layers.
+        report: What is told beside the text.
         token_text: A token's text, for log-probabilities.
+        sequences: Sequences generated for each prompt.
+        kept: How many of them the answer has, those with the highest mean log-probability; fewer than `sequences` only
+            without a stream and with log-probabilities asked of the engine.
+        echoes: For each prompt, what its choices begin with; None when they begin with the new text.
 
     Attributes:
         request_ids: As given.
@@ -91,19 +122,25 @@ class Generation(ABC):
         request_ids: Sequence[str],
         *,
         stream: bool,
-        include_usage: bool,
-        exit_layers: bool,
+        report: Report,
         token_text: TokenText,
+        sequences: int = 1,
+        kept: int = 1,
+        echoes: Sequence[Echo] | None = None,
     ) -> None:
+        assert kept == sequences or not stream, "which sequences are kept is known only at the end"
         self.request_ids = tuple(request_ids)
         self.stream = stream
         self.finished = False
         self.failed = False
         self._head = {"id": id, "created": int(time.time()), "model": model}
-        self._include_usage = include_usage
-        self._report_exits = exit_layers
+        self._report = report
         self._token_text = token_text
-        self._choices = {request_id: _Choice(index) for index, request_id in enumerate(request_ids)}
+        self._sequences, self._kept = sequences, kept
+        self._choices = {
+            request_id: _Choice(index, None if echoes is None else echoes[index // sequences])
+            for index, request_id in enumerate(request_ids)
+        }
         self._inbox: deque[RequestOutput | Exception] = deque()  # appends and pops are atomic
         self._ready = bytearray()
 
@@ -143,41 +180,79 @@ class Generation(ABC):
         if output.finish_reason not in (None, "stop", "length"):
             self._end_with_error(RuntimeError(output.error or f"the request was {output.finish_reason}"))
             return
-        logprobs = [self._logprob(choice, entry) for entry in output.logprobs]
-        first = choice.completion_tokens == 0
+        text, logprobs = ("", []) if choice.heard else self._opening(choice, output)
+        choice.heard = True
+        choice.text_length += len(text)
+        if self._report.logprobs:
+            offsets = self._offsets(choice.text_length, output)
+            logprobs += [self._logprob(entry, at) for entry, at in zip(output.logprobs, offsets, strict=True)]
+        choice.text_length += len(output.text)
+        text += output.text
+        choice.logprob_sum += sum(entry.logprob for entry in output.logprobs)
         choice.prompt_tokens = output.usage.prompt_tokens
         choice.completion_tokens = output.usage.completion_tokens
-        choice.text_length += len(output.text)
         choice.exit_layers += output.exit_layers
+        choice.confidences += output.confidences
         choice.finish_reason = output.finish_reason
         if self.stream:
             # Text may lag behind the tokens; an event with nothing in it is not sent.
-            if output.text or logprobs or output.finish_reason or (self._report_exits and output.exit_layers):
-                chunk = self._chunk(choice, output, logprobs, first=first)
-                if self._report_exits:
-                    chunk["offramp"] = _exits(output.exit_layers, choice.exit_layers)
-                self._event(chunk)
+            depth = self._depth(output.exit_layers, output.confidences, choice.exit_layers)
+            if text or logprobs or output.finish_reason or (depth and output.new_token_ids):
+                self._event(self._chunk(choice, text, logprobs) | depth)
+                choice.spoke = True
         else:
-            choice.texts.append(output.text)
+            choice.texts.append(text)
             choice.logprobs += logprobs
         if all(one.finish_reason for one in self._choices.values()):
             self._end()
 
     def _end(self) -> None:
         if self.stream:
-            if self._include_usage:
+            if self._report.usage:
                 self._event({"choices": [], "usage": self._usage()})
             self._ready += b"data: [DONE]\n\n"
         else:
-            choices = [self._choice(choice) for choice in self._choices.values()]
+            kept = self._best()
+            choices = [
+                self._choice(choice) | self._depth(choice.exit_layers, choice.confidences, choice.exit_layers)
+                for choice in kept
+            ]
             answer = {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage()}
-            if self._report_exits:
-                for entry, choice in zip(choices, self._choices.values(), strict=True):
-                    entry["offramp"] = _exits(choice.exit_layers, choice.exit_layers)
-                layers = [layer for choice in self._choices.values() for layer in choice.exit_layers]
-                answer["offramp"] = _exits(layers, layers)
-            self._ready += encode(answer)
+            layers = [layer for choice in kept for layer in choice.exit_layers]
+            confidences = [confidence for choice in kept for confidence in choice.confidences]
+            self._ready += encode(answer | self._depth(layers, confidences, layers))
         self.finished = True
+
+    def _best(self) -> list[_Choice]:
+        """The choices that the answer has, with their final indices."""
+        choices = list(self._choices.values())
+        if self._kept == self._sequences:
+            return choices
+        kept: list[_Choice] = []
+        for start in range(0, len(choices), self._sequences):
+            sequences = choices[start : start + self._sequences]
+            kept += sorted(sequences, key=lambda choice: choice.mean_logprob, reverse=True)[: self._kept]
+        for index, choice in enumerate(kept):
+            choice.index = index
+        return kept
+
+    def _depth(
+        self, layers: Sequence[int], confidences: Sequence[float | None], counted: Sequence[int]
+    ) -> dict[str, Any]:
+        """Our own part of an answer, a choice or an event, if it was asked for.
+
+        Args:
+            layers: exit layers to report.
+            confidences: of the same tokens.
+            counted: exit layers of all tokens so far, for the mean.
+        """
+        told: dict[str, Any] = {}
+        if self._report.exit_layers:
+            told["exit_layers"] = list(layers)
+            told["mean_layers"] = sum(counted) / len(counted) if counted else None
+        if self._report.confidences:
+            told["confidences"] = list(confidences)
+        return {"offramp": told} if told else {}
 
     def _end_with_error(self, cause: Exception) -> None:
         # The head with its 200 has been sent by now, so the error can only be said in the body.
@@ -187,42 +262,62 @@ class Generation(ABC):
         self.finished = self.failed = True
 
     def _event(self, chunk: dict[str, Any]) -> None:
-        usage = {"usage": None} if self._include_usage else {}
+        usage = {"usage": None} if self._report.usage else {}
         self._ready += b"data: %b\n\n" % encode({**self._head, "object": self.chunk_name, **usage, **chunk})
 
     def _usage(self) -> dict[str, int]:
-        prompt = sum(choice.prompt_tokens for choice in self._choices.values())
-        completion = sum(choice.completion_tokens for choice in self._choices.values())
+        choices = list(self._choices.values())
+        prompt = sum(choice.prompt_tokens for choice in choices[:: self._sequences])
+        completion = sum(choice.completion_tokens for choice in choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
+    def _opening(self, choice: _Choice, output: RequestOutput) -> tuple[str, list[dict[str, Any]]]:
+        """Text that a choice begins with before any new one, and its log-probabilities; from its first output."""
+        return "", []
+
+    def _offsets(self, start: int, output: RequestOutput) -> list[int]:
+        """For each new token, the character at which its text begins.
+
+        Of several at once it is known by their own texts only, and those may say more than the answer does: no offset
+        is beyond its end.
+        """
+        offsets = [start]
+        for entry in output.logprobs[:-1]:
+            offsets.append(min(offsets[-1] + len(self._token_text(entry.token_id)), start + len(output.text)))
+        return offsets[: len(output.logprobs)]
+
     @abstractmethod
-    def _logprob(self, choice: _Choice, entry: TokenLogprobs) -> dict[str, Any]:
-        """What the endpoint says of a token's log-probabilities."""
+    def _logprob(self, entry: TokenLogprobs, offset: int) -> dict[str, Any]:
+        """What the endpoint says of a token's log-probabilities; `offset` is where its text begins."""
 
     @abstractmethod
     def _choice(self, choice: _Choice) -> dict[str, Any]:
         """A choice of a whole answer."""
 
     @abstractmethod
-    def _chunk(
-        self, choice: _Choice, output: RequestOutput, logprobs: list[dict[str, Any]], *, first: bool
-    ) -> dict[str, Any]:
-        """An event of a stream: what is new of a choice; `first` is its first event."""
+    def _chunk(self, choice: _Choice, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        """An event of a stream: what is new of a choice."""
 
 
 class CompletionGeneration(Generation):
     """The answer to `POST /v1/completions`."""
 
-    def _logprob(self, choice: _Choice, entry: TokenLogprobs) -> dict[str, Any]:
+    def _opening(self, choice: _Choice, output: RequestOutput) -> tuple[str, list[dict[str, Any]]]:
+        echo = choice.echo
+        if echo is None:
+            return super()._opening(choice, output)
+        if not self._report.logprobs:
+            return echo.text, []
+        # Nothing comes before the first token, so nothing can be said of it.
+        first = {"token": self._token_text(echo.token_ids[0]), "logprob": None, "top": None, "offset": echo.offsets[0]}
+        others = zip(output.prompt_logprobs, echo.offsets[1:], strict=True)
+        return echo.text, [first, *(self._logprob(entry, offset) for entry, offset in others)]
+
+    def _logprob(self, entry: TokenLogprobs, offset: int) -> dict[str, Any]:
         # As OpenAI does it, the chosen token is always among the alternatives, so `logprobs: 0` gives it alone.
         top = {self._token_text(token): logprob for token, logprob in entry.top}
         token = self._token_text(entry.token_id)
-        return {
-            "token": token,
-            "logprob": entry.logprob,
-            "top": {**top, token: entry.logprob},
-            "offset": choice.text_length,
-        }
+        return {"token": token, "logprob": entry.logprob, "top": {**top, token: entry.logprob}, "offset": offset}
 
     def _choice(self, choice: _Choice) -> dict[str, Any]:
         return {
@@ -232,14 +327,12 @@ class CompletionGeneration(Generation):
             "finish_reason": choice.finish_reason,
         }
 
-    def _chunk(
-        self, choice: _Choice, output: RequestOutput, logprobs: list[dict[str, Any]], *, first: bool
-    ) -> dict[str, Any]:
+    def _chunk(self, choice: _Choice, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         entry = {
             "index": choice.index,
-            "text": output.text,
+            "text": text,
             "logprobs": _columns(logprobs),
-            "finish_reason": output.finish_reason,
+            "finish_reason": choice.finish_reason,
         }
         return {"choices": [entry]}
 
@@ -250,7 +343,7 @@ class ChatGeneration(Generation):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def _logprob(self, choice: _Choice, entry: TokenLogprobs) -> dict[str, Any]:
+    def _logprob(self, entry: TokenLogprobs, offset: int) -> dict[str, Any]:
         top = [self._token(token, logprob) for token, logprob in entry.top]
         return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
 
@@ -268,15 +361,13 @@ class ChatGeneration(Generation):
             "finish_reason": choice.finish_reason,
         }
 
-    def _chunk(
-        self, choice: _Choice, output: RequestOutput, logprobs: list[dict[str, Any]], *, first: bool
-    ) -> dict[str, Any]:
-        role = {"role": "assistant"} if first else {}
+    def _chunk(self, choice: _Choice, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        role = {} if choice.spoke else {"role": "assistant"}
         entry = {
             "index": choice.index,
-            "delta": {**role, "content": output.text},
+            "delta": {**role, "content": text},
             "logprobs": _content(logprobs),
-            "finish_reason": output.finish_reason,
+            "finish_reason": choice.finish_reason,
         }
         return {"choices": [entry]}
 
@@ -296,8 +387,3 @@ def _columns(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
 def _content(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The chat endpoint's log-probabilities: a list of tokens."""
     return {"content": entries, "refusal": None} if entries else None
-
-
-def _exits(layers: Sequence[int], counted: Sequence[int]) -> dict[str, Any]:
-    """Exit layers to report, and the mean number of layers of all tokens so far."""
-    return {"exit_layers": list(layers), "mean_layers": sum(counted) / len(counted) if counted else None}

@@ -2,19 +2,26 @@
 
 Unknown fields are refused as OpenAI refuses them. Fields of OpenAI's that Offramp has no use for are accepted at the
 value that changes nothing, so that clients which always send them work, and refused at any other: ignoring them in
-silence would give answers that the client did not ask for.
+silence would give answers that the client did not ask for. Sampling that OpenAI lacks is spelled as vLLM spells it
+(`top_k`, `min_p`, ...), because there are clients that send it; what only Offramp has is under `offramp`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from offramp.common.exits.policy import Measure
+from offramp.serve.exit_options import ExitWishes
 from offramp.serve.protocol.errors import ApiError, bad_request
+from offramp.serve.request import Constraint, KVPolicy
 
+MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_COMPLETION_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
@@ -59,9 +66,14 @@ def _as_stops(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _as_layer(value: object) -> object:
+def _as_key(value: object) -> object:
     # The keys of a JSON object are strings.
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+
+
+def _as_top_k(value: object) -> object:
+    # vLLM's clients send these for "all tokens".
+    return None if type(value) is int and value in (-1, 0) else value
 
 
 class _Body(BaseModel):
@@ -71,23 +83,31 @@ class _Body(BaseModel):
 
 
 class OfframpOptions(_Body):
-    """Offramp's own part of a request: how deep its tokens run.
+    """Offramp's own part of a request: how deep its tokens run, and what the answer tells of that.
 
     Attributes:
-        exit_policy: ``early`` lets tokens leave at the checkpoint's exits; ``full`` runs every layer.
-        threshold: The confidence that lets a token leave, at every exit, in place of the calibrated thresholds.
-        thresholds: The same, exit by exit (``{"10": 0.9}``); an exit that is not named stays closed.
-        kv_policy: Where the keys and values of skipped layers come from.
-        min_exit_layer: No token leaves below this layer.
+        exit_policy: See `ExitWishes`, as for all fields up to `exit_layer`.
         return_exit_layers: Report the exit layer of every generated token.
+        return_confidences: Report what the exit test measured for every generated token.
+        priority: Requests with a smaller number go first.
     """
 
     exit_policy: Literal["full", "early"] | None = None
+    measure: Measure | None = None
     threshold: float | None = None
-    thresholds: dict[Annotated[int, BeforeValidator(_as_layer)], float] | None = None
-    kv_policy: str | None = None
+    thresholds: dict[Annotated[int, BeforeValidator(_as_key)], float] | None = None
     min_exit_layer: int | None = Field(default=None, ge=1)
+    kv_policy: KVPolicy | None = None
+    max_pending: int | None = Field(default=None, ge=1)
+    exit_layer: int | None = Field(default=None, ge=1)
     return_exit_layers: bool = False
+    return_confidences: bool = False
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+
+    @property
+    def wishes(self) -> ExitWishes:
+        """The part about depth."""
+        return ExitWishes(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ExitWishes)})
 
 
 class StreamOptions(_Body):
@@ -98,19 +118,66 @@ class StreamOptions(_Body):
     include_obfuscation: Literal[False] | None = None
 
 
+class JsonSchema(_Body):
+    """The schema of an answer, with its name, as OpenAI wraps it.
+
+    Attributes:
+        name: For the client's own use.
+        description: For the client's own use; no model reads it here.
+        grammar: The JSON schema.
+        strict: The answer follows the schema in any case.
+    """
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")
+    description: str | None = None
+    grammar: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """The language that the answer must be in."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_and_type_belong_together(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("schema", "type 'json_schema' and the field 'json_schema' belong together")
+        return self
+
+
+class StructuredOutputs(_Body):
+    """vLLM's way to ask for a regular expression; JSON is asked for as OpenAI does it."""
+
+    regex: str = Field(min_length=1)
+
+
 class GenerationBody(_Body):
     """What both generation endpoints share."""
 
     model: str
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[Annotated[int, BeforeValidator(_as_key)], Annotated[float, Field(ge=-100, le=100)]] = {}
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_stops)] = Field(
         default=[], max_length=MAX_STOPS
     )
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: str = ""
+    top_k: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_top_k)] = None
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    min_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
     offramp: OfframpOptions = OfframpOptions()
 
     @model_validator(mode="after")
@@ -119,13 +186,50 @@ class GenerationBody(_Body):
             raise PydanticCustomError("stream_options", "'stream_options' is only allowed when 'stream' is true")
         return self
 
+    @property
+    def constraint(self) -> Constraint | None:
+        """The language that the answer must be in.
+
+        Raises:
+            ApiError: 400 when two were asked for.
+        """
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None if self.structured_outputs is None else Constraint("regex", self.structured_outputs.regex)
+        if self.structured_outputs is not None:
+            raise bad_request("Give 'response_format' or 'structured_outputs', not both.", param="structured_outputs")
+        if wanted.json_schema is None:
+            return Constraint("json")
+        return Constraint("json_schema", json.dumps(wanted.json_schema.grammar))
+
 
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`."""
 
     prompt: Annotated[Prompts, BeforeValidator(_as_prompts)]
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+
+    @field_validator("best_of")
+    @classmethod
+    def _best_of_is_at_least_n(cls, value: int | None, info: Any) -> int | None:
+        if value is not None and value < info.data.get("n", 1):
+            raise PydanticCustomError("best_of", "must be at least 'n'")
+        return value
+
+    @model_validator(mode="after")
+    def _best_of_needs_whole_answers(self) -> CompletionBody:
+        if self.stream and self.best_of is not None and self.best_of > self.n:
+            raise PydanticCustomError("best_of", "'best_of' above 'n' cannot be streamed")
+        return self
+
+    @model_validator(mode="after")
+    def _no_new_token_needs_an_echo(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("max_tokens", "'max_tokens' 0 gives no text unless 'echo' is true")
+        return self
 
 
 class Message(_Body):
@@ -161,28 +265,20 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _one_limit(self) -> ChatBody:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise PydanticCustomError("limit", "give 'max_completion_tokens' or 'max_tokens', not both")
+            raise PydanticCustomError("max_tokens", "give 'max_completion_tokens' or 'max_tokens', not both")
         return self
 
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
-_NEUTRAL_EVERYWHERE: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-}
 _NEUTRAL: Mapping[type[GenerationBody], Mapping[str, tuple[object, ...]]] = {
-    CompletionBody: {**_NEUTRAL_EVERYWHERE, "best_of": (1,), "echo": (False,), "suffix": ("",)},
+    CompletionBody: {"suffix": ("",)},
     ChatBody: {
-        **_NEUTRAL_EVERYWHERE,
         "tools": ([],),
         "tool_choice": ("none",),
         "parallel_tool_calls": (False, True),
         "functions": ([],),
         "function_call": ("none",),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "store": (False,),
         "metadata": ({},),
@@ -218,7 +314,7 @@ def parse_body(kind: type[BodyT], body: object) -> BodyT:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise _as_api_error(error) from None
+        raise _as_api_error(error, kind) from None
 
 
 def _not_supported(key: str, value: object, allowed: tuple[object, ...]) -> ApiError:
@@ -237,7 +333,7 @@ def _without_neutral(message: object) -> object:
     }
 
 
-def _as_api_error(error: ValidationError) -> ApiError:
+def _as_api_error(error: ValidationError, kind: type[GenerationBody]) -> ApiError:
     """The first fault of a body, as OpenAI would say it; unknown fields first, because they are named together."""
     faults = error.errors(include_url=False, include_context=False)
     unknown = [_path(fault["loc"]) for fault in faults if fault["type"] == "extra_forbidden"]
@@ -253,8 +349,9 @@ def _as_api_error(error: ValidationError) -> ApiError:
     if fault["type"] == "missing":
         return bad_request(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
     message = fault["msg"].removeprefix("Input ").rstrip(".")
-    if not where:
-        return bad_request(f"Invalid request: {message}.")
+    if not where:  # fields that exclude each other: the fault is called after the one to change
+        param = fault["type"] if fault["type"] in kind.model_fields else None
+        return bad_request(f"Invalid request: {message}.", param=param)
     if isinstance(fault["input"], (str, int, float, bool)):
         message += f", not {_short(fault['input'])}"
     return bad_request(f"Invalid value for '{where}': {message}.", param=where, code="invalid_value")

@@ -11,12 +11,13 @@ import json
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from offramp.common.errors import OfframpError
-from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.engine_thread import EngineStoppedError, EngineThread
+from offramp.serve.exit_options import ExitWishError, exit_options
 from offramp.serve.protocol.card import ModelCard
+from offramp.serve.protocol.echo import Echo
 from offramp.serve.protocol.errors import (
     ApiError,
     bad_request,
@@ -27,10 +28,19 @@ from offramp.serve.protocol.errors import (
     unknown_model,
 )
 from offramp.serve.protocol.prompts import encode_chat, encode_prompts
-from offramp.serve.protocol.replies import ChatGeneration, Complete, CompletionGeneration, Generation, encode
+from offramp.serve.protocol.replies import (
+    ChatGeneration,
+    Complete,
+    CompletionGeneration,
+    Generation,
+    Report,
+    encode,
+)
 from offramp.serve.protocol.requests import ChatBody, CompletionBody, GenerationBody, OfframpOptions, parse_body
-from offramp.serve.request import ExitOptions, Request, SamplingParams
+from offramp.serve.protocol.sampling import field_at_fault, sampling_params
+from offramp.serve.request import ExitOptions, Request
 from offramp.serve.scheduler import QueueFullError
+from offramp.serve.text import Decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,12 +58,20 @@ class OpenAIService:
         thread: The running engine.
         tokenizer: The model's tokenizer.
         card: The model and its limits.
+        check: The engine's own check of a request, called in the front's thread; raises `OfframpError`.
     """
 
-    def __init__(self, thread: EngineThread, tokenizer: PreTrainedTokenizerBase, card: ModelCard) -> None:
+    def __init__(
+        self,
+        thread: EngineThread,
+        tokenizer: PreTrainedTokenizerBase,
+        card: ModelCard,
+        check: Callable[[Request], None] = lambda request: None,
+    ) -> None:
         self.card = card
         self._thread = thread
         self._tokenizer = tokenizer
+        self._check = check
         self._endpoints: dict[str, Callable[[str, bytes], Complete | Generation]] = {
             "v1/models": lambda reply_id, body: self._models(),
             f"v1/models/{card.name}": lambda reply_id, body: Complete(200, encode(card.to_json())),
@@ -87,8 +105,7 @@ class OpenAIService:
 
     def abandon(self, reply: Generation) -> None:
         """Cancels what is left of an answer that nobody waits for any more."""
-        for request_id in reply.request_ids:
-            self._thread.cancel(request_id)
+        self._thread.cancel_all(reply.request_ids)
 
     def _models(self) -> Complete:
         return Complete(200, encode({"object": "list", "data": [self.card.to_json()]}))
@@ -105,7 +122,23 @@ class OpenAIService:
         self._check_model(parsed)
         prompts = encode_prompts(parsed, self._tokenizer, self.card.vocab_size)
         budgets = [self._budget(len(ids), parsed.max_tokens, DEFAULT_COMPLETION_TOKENS, "prompt") for ids in prompts]
-        return self._generate(CompletionGeneration, f"cmpl-{reply_id}", parsed, prompts, budgets, parsed.logprobs)
+        echoes = prompt_logprobs = None
+        if parsed.echo:
+            decoder = cast(Decoder, self._tokenizer)
+            echoes = [Echo.of(text, ids, decoder) for text, ids in zip(parsed.prompt, prompts, strict=True)]
+            # Without a new token the engine has only this to do; it is reported if it was asked for.
+            prompt_logprobs = 0 if parsed.logprobs is None and parsed.max_tokens == 0 else parsed.logprobs
+        return self._generate(
+            CompletionGeneration,
+            f"cmpl-{reply_id}",
+            parsed,
+            prompts,
+            budgets,
+            logprobs=parsed.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            sequences=parsed.best_of or parsed.n,
+            echoes=echoes,
+        )
 
     def _chat(self, reply_id: str, body: bytes) -> Generation:
         parsed = parse_body(ChatBody, _decode(body))
@@ -114,7 +147,17 @@ class OpenAIService:
         asked = parsed.max_completion_tokens if parsed.max_tokens is None else parsed.max_tokens
         budget = self._budget(len(ids), asked, DEFAULT_CHAT_TOKENS, "messages")
         logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
-        return self._generate(ChatGeneration, f"chatcmpl-{reply_id}", parsed, [ids], [budget], logprobs)
+        return self._generate(
+            ChatGeneration,
+            f"chatcmpl-{reply_id}",
+            parsed,
+            [ids],
+            [budget],
+            logprobs=logprobs,
+            prompt_logprobs=None,
+            sequences=parsed.n,
+            echoes=None,
+        )
 
     def _generate(
         self,
@@ -123,44 +166,60 @@ class OpenAIService:
         body: GenerationBody,
         prompts: list[list[int]],
         budgets: list[int],
+        *,
         logprobs: int | None,
+        prompt_logprobs: int | None,
+        sequences: int,
+        echoes: list[Echo] | None,
     ) -> Generation:
-        """Submits one request for each prompt; `budgets` are their most tokens to generate."""
-        if len(prompts) > self._thread.max_requests:
+        """Submits `sequences` requests for each prompt, all of them or none; `budgets` are their most new tokens."""
+        together = len(prompts) * sequences
+        if together > self._thread.max_requests:
             raise bad_request(
-                f"{len(prompts)} prompts are more than the {self._thread.max_requests} requests that this server takes "
-                "together; send fewer at once.",
-                param="prompt",
+                f"{len(prompts)} prompts with {sequences} choices each are {together} requests, more than the "
+                f"{self._thread.max_requests} that this server takes together; send fewer at once.",
+                param="prompt" if len(prompts) > 1 else "n",
             )
+        # The best of several are those that the model finds most likely, so it is asked how likely each is.
+        ranked = sequences > body.n
+        samplings = [
+            sampling_params(body, self.card, budget, 0 if ranked and logprobs is None else logprobs, prompt_logprobs)
+            for budget in budgets
+        ]
+        exits = self._exit_options(body.offramp)
+        requests = [
+            Request(
+                request_id=f"{answer_id}-{index}-{sequence}",
+                prompt_token_ids=tuple(ids),
+                sampling=dataclasses.replace(sampling, sequence=sequence),
+                exits=exits,
+                eos_token_ids=self.card.eos_token_ids,
+                priority=body.offramp.priority,
+                client=body.user,
+            )
+            for index, (ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
+            for sequence in range(sequences)
+        ]
         try:
-            exits = exit_options(body.offramp, self.card)
-            requests = [
-                Request(
-                    request_id=f"{answer_id}-{index}",
-                    prompt_token_ids=tuple(ids),
-                    sampling=SamplingParams(
-                        max_tokens=budget,
-                        temperature=body.temperature,
-                        top_p=body.top_p,
-                        seed=body.seed,
-                        stop=tuple(body.stop),
-                        logprobs=logprobs,
-                    ),
-                    exits=exits,
-                    eos_token_ids=self.card.eos_token_ids,
-                )
-                for index, (ids, budget) in enumerate(zip(prompts, budgets, strict=True))
-            ]
-        except OfframpError as error:
-            raise bad_request(str(error)) from error
+            for request in requests:
+                self._check(request)
+        except OfframpError as fault:
+            raise bad_request(str(fault), param=field_at_fault(fault, body)) from fault
         reply = kind(
             answer_id,
             self.card.name,
             [request.request_id for request in requests],
             stream=body.stream,
-            include_usage=body.stream_options is not None and body.stream_options.include_usage,
-            exit_layers=body.offramp.return_exit_layers,
+            report=Report(
+                usage=body.stream_options is not None and body.stream_options.include_usage,
+                logprobs=logprobs is not None,
+                exit_layers=body.offramp.return_exit_layers,
+                confidences=body.offramp.return_confidences,
+            ),
             token_text=self._token_text,
+            sequences=sequences,
+            kept=body.n,
+            echoes=echoes,
         )
         try:
             self._thread.submit_all(requests, reply)
@@ -169,6 +228,16 @@ class OpenAIService:
         except EngineStoppedError as error:
             raise engine_dead(str(error)) from error
         return reply
+
+    def _exit_options(self, options: OfframpOptions) -> ExitOptions:
+        try:
+            return exit_options(
+                options.wishes, self.card.exit_layers, self.card.policy, lambda field: f"'offramp.{field}'"
+            )
+        except ExitWishError as fault:
+            raise bad_request(str(fault), param=f"offramp.{fault.field}") from fault
+        except OfframpError as fault:
+            raise bad_request(str(fault), param="offramp") from fault
 
     def _check_model(self, body: GenerationBody) -> None:
         if body.model != self.card.name:
@@ -180,57 +249,16 @@ class OpenAIService:
         Raises:
             ApiError: 400 when the prompt, or it and what is asked for, can never fit.
         """
+        wanted = 1 if asked is None else asked
         for limit, what in ((self.card.max_model_len, "context"), (self.card.cache_tokens, "cache")):
-            if num_tokens >= limit or (asked is not None and num_tokens + asked > limit):
-                raise prompt_too_long(num_tokens, None if num_tokens >= limit else asked, limit, param, what)
+            if num_tokens + wanted > limit:
+                alone = num_tokens + min(wanted, 1) > limit  # not even one more would fit
+                raise prompt_too_long(num_tokens, None if alone else asked, limit, param, what)
         room = min(self.card.max_model_len, self.card.cache_tokens) - num_tokens
         return min(default, room) if asked is None else asked
 
     def _token_text(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))
-
-
-def exit_options(options: OfframpOptions, card: ModelCard) -> ExitOptions:
-    """How deep a request's tokens run, from what it asks and what the checkpoint has.
-
-    Raises:
-        ApiError: 400 for early exits where the model has none, and for options that exclude each other.
-        OfframpError: The engine's own objection to a value.
-    """
-    wishes = [name for name in ("threshold", "thresholds", "min_exit_layer") if getattr(options, name) is not None]
-    if options.exit_policy == "full" or options.kv_policy == "full":
-        if options.exit_policy == "early" or options.kv_policy not in (None, "full"):
-            raise bad_request("'offramp.exit_policy' and 'offramp.kv_policy' contradict each other.", param="offramp")
-        if wishes:
-            raise bad_request(
-                f"'offramp.{wishes[0]}' has no meaning when every layer is run; leave it out.",
-                param=f"offramp.{wishes[0]}",
-            )
-        return ExitOptions(kv_policy="full")
-    if options.exit_policy == "early":
-        wishes.insert(0, "exit_policy")
-    if wishes and not card.exit_layers:
-        raise bad_request(
-            f"'offramp.{wishes[0]}' needs early exits, and this model has none.", param=f"offramp.{wishes[0]}"
-        )
-    policy = card.policy
-    if options.threshold is not None and options.thresholds is not None:
-        raise bad_request("Give 'offramp.threshold' or 'offramp.thresholds', not both.", param="offramp.threshold")
-    if options.threshold is not None:
-        policy = (policy or ExitPolicy()).with_threshold(options.threshold, card.exit_layers)
-    if options.thresholds is not None:
-        policy = dataclasses.replace(policy or ExitPolicy(), thresholds=options.thresholds)
-        policy.check(card.exit_layers)
-    if wishes and (policy is None or not policy.thresholds):
-        raise bad_request(
-            "This model has exits but no thresholds of its own; give 'offramp.threshold'.",
-            param="offramp.threshold",
-        )
-    if options.min_exit_layer is not None and policy is not None:
-        policy = dataclasses.replace(policy, min_layer=options.min_exit_layer)
-    # None as a KV policy is the engine's default; what it does not know, it refuses by name.
-    kv_policy = {} if options.kv_policy is None else {"kv_policy": options.kv_policy}
-    return ExitOptions(policy=policy if wishes else None, **kv_policy)  # pyright: ignore[reportArgumentType]
 
 
 def _decode(body: bytes) -> object:

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offramp.common.errors import OfframpError
+from offramp.common.exits.policy import ExitPolicy
+from offramp.serve.exit_options import ExitWishError, ExitWishes, exit_options
+from offramp.serve.request import ExitOptions
+
+LAYERS = (1, 2)
+OWN = ExitPolicy("margin", {1: 0.9, 2: 0.8}, decay=2.0)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "options"),
+    [
+        ({}, ExitOptions()),
+        ({"kv_policy": "recompute"}, ExitOptions("recompute")),
+        ({"kv_policy": "verify", "max_pending": 3}, ExitOptions("verify", max_pending=3)),
+        ({"exit_policy": "full"}, ExitOptions("full")),
+        ({"kv_policy": "full"}, ExitOptions("full")),
+        ({"exit_policy": "full", "kv_policy": "full"}, ExitOptions("full")),
+        ({"exit_policy": "early"}, ExitOptions(policy=OWN)),
+        ({"threshold": 0.5}, ExitOptions(policy=ExitPolicy("margin", {1: 0.5, 2: 0.5}, decay=2.0))),
+        ({"thresholds": {2: 0.5}}, ExitOptions(policy=ExitPolicy("margin", {2: 0.5}, decay=2.0))),
+        ({"measure": "cosine", "threshold": 0}, ExitOptions(policy=ExitPolicy("cosine", {1: 0, 2: 0}, decay=2.0))),
+        ({"min_exit_layer": 2}, ExitOptions(policy=ExitPolicy("margin", {1: 0.9, 2: 0.8}, 2, 2.0))),
+        ({"kv_policy": "static", "exit_layer": 2}, ExitOptions("static", static_layer=2)),
+        ({"kv_policy": "static", "exit_layer": 2, "exit_policy": "early"}, ExitOptions("static", static_layer=2)),
+    ],
+)
+def test_wishes_that_go_together(wishes: dict[str, Any], options: ExitOptions) -> None:
+    assert exit_options(ExitWishes(**wishes), LAYERS, OWN) == options
+
+
+@pytest.mark.parametrize(
+    ("wishes", "field"),
+    [
+        ({"exit_policy": "full", "threshold": 0.5}, "threshold"),
+        ({"exit_policy": "full", "kv_policy": "fill"}, "kv_policy"),
+        ({"exit_policy": "early", "kv_policy": "full"}, "kv_policy"),
+        ({"kv_policy": "full", "min_exit_layer": 2}, "min_exit_layer"),
+        ({"kv_policy": "full", "max_pending": 2}, "max_pending"),
+        ({"kv_policy": "full", "exit_layer": 2}, "exit_layer"),
+        ({"max_pending": 2}, "max_pending"),
+        ({"kv_policy": "fill", "max_pending": 2}, "max_pending"),
+        ({"exit_layer": 2}, "exit_layer"),
+        ({"kv_policy": "verify", "exit_layer": 2}, "exit_layer"),
+        ({"kv_policy": "static"}, "exit_layer"),
+        ({"kv_policy": "static", "exit_layer": 3}, "exit_layer"),
+        ({"kv_policy": "static", "exit_layer": 2, "threshold": 0.5}, "threshold"),
+        ({"kv_policy": "static", "exit_layer": 2, "max_pending": 2}, "max_pending"),
+        ({"threshold": 0.5, "thresholds": {1: 0.5}}, "threshold"),
+        ({"thresholds": {}}, "thresholds"),
+        ({"thresholds": {3: 0.5}}, "thresholds"),
+        ({"measure": "cosine"}, "measure"),
+        ({"measure": "cosine", "min_exit_layer": 2}, "measure"),
+    ],
+)
+def test_wishes_that_contradict_each_other_name_the_field(wishes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ExitWishError) as caught:
+        exit_options(ExitWishes(**wishes), LAYERS, OWN, spell=lambda name: f"<{name}>")
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("wishes", "field"),
+    [
+        ({"exit_policy": "early"}, "exit_policy"),
+        ({"threshold": 0.5}, "threshold"),
+        ({"min_exit_layer": 1}, "min_exit_layer"),
+        ({"kv_policy": "static", "exit_layer": 2}, "exit_layer"),
+    ],
+)
+def test_a_model_without_exits(wishes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ExitWishError, match=f"<{field}>.*has none") as caught:
+        exit_options(ExitWishes(**wishes), (), None, spell=lambda name: f"<{name}>")
+    assert caught.value.field == field
+    assert exit_options(ExitWishes(kv_policy="fill"), (), None) == ExitOptions()
+
+
+@pytest.mark.parametrize("wishes", [{"exit_policy": "early"}, {"min_exit_layer": 2}, {"measure": "margin"}])
+def test_exits_without_thresholds_need_some(wishes: dict[str, Any]) -> None:
+    with pytest.raises(ExitWishError, match="no thresholds of its own; give --threshold"):
+        exit_options(ExitWishes(**wishes), LAYERS, None, spell=lambda name: f"--{name}")
+    options = exit_options(ExitWishes(**wishes, threshold=0.5), LAYERS, None)
+    assert options.policy is not None
+    assert options.policy.thresholds == {1: 0.5, 2: 0.5}
+
+
+def test_the_engines_own_objections_are_kept() -> None:
+    with pytest.raises(OfframpError, match="max_pending 0"):
+        exit_options(ExitWishes(kv_policy="verify", max_pending=0), LAYERS, OWN)
+    with pytest.raises(OfframpError, match="NaN"):
+        exit_options(ExitWishes(threshold=float("nan")), LAYERS, OWN)
