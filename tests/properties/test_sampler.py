@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offramp.serve.request import SamplingParams
-from offramp.serve.sampler import distribution, make_generator, sample
+from helpers.requests import make_request
+from offramp.serve.request import SampledToken, SamplingParams
+from offramp.serve.sampler import SamplingState, distribution_of, process, sample
 
 # Halves make ties common, which is where a choice of the k largest goes wrong.
 logit_rows = st.lists(st.integers(-12, 12).map(lambda n: n / 2), min_size=1, max_size=100)
@@ -16,6 +18,7 @@ sampling = st.builds(
     temperature=st.floats(0.05, 5),
     top_k=st.none() | st.integers(1, 100),
     top_p=st.floats(0.01, 1),
+    min_p=st.just(0.0) | st.floats(0, 1),
     seed=st.integers(0, 10),
 )
 
@@ -27,14 +30,18 @@ def test_the_distribution_is_the_one_written_down_slowly(row: list[float], param
     weights = [math.exp((row[token] - max(row)) / params.temperature) for token in order]
     shares = [weight / math.fsum(weights) for weight in weights]
 
-    token_ids, p = distribution(torch.tensor(row), params)
+    found = distribution_of(torch.tensor(row), params)
 
-    kept = token_ids.tolist()
+    kept = found.token_ids.tolist()
     assert kept == sorted(order[: len(kept)])  # the most probable ones, lower ids first among equals
     expected = dict(zip(order, shares, strict=True))
-    assert all(abs(value - expected[token]) < 1e-6 for token, value in zip(kept, p.tolist(), strict=True))
-    # They reach top_p, and one fewer would not; a rounding apart where a sum meets top_p exactly.
-    assert math.fsum(shares[: len(kept)]) > params.top_p - 1e-6
+    total = math.fsum(shares[: len(kept)])
+    for token, value in zip(kept, found.probabilities.tolist(), strict=True):
+        assert abs(value - expected[token] / total) < 1e-6
+    # They are probable enough; and they reach top_p, or the next is not probable enough. A rounding apart.
+    assert shares[len(kept) - 1] >= params.min_p * shares[0] - 1e-6
+    if len(kept) < len(order):
+        assert total > params.top_p - 1e-6 or shares[len(kept)] < params.min_p * shares[0] + 1e-6
     assert math.fsum(shares[: len(kept) - 1]) < params.top_p + 1e-6
 
 
@@ -42,9 +49,89 @@ def test_the_distribution_is_the_one_written_down_slowly(row: list[float], param
 @given(logit_rows, sampling)
 def test_only_tokens_of_the_distribution_are_drawn(row: list[float], params: SamplingParams) -> None:
     logits = torch.tensor([row])
-    generator = make_generator(params)
-    allowed = set(distribution(logits[0], params)[0].tolist())
+    state = SamplingState(make_request())
+    state.request.sampling = params
+    allowed = set(distribution_of(logits[0], params).token_ids.tolist())
     for _ in range(5):
-        (one,) = sample(logits, [params], [generator])
+        (one,) = sample(logits, [state])
         assert one is not None
         assert one.token_id in allowed
+        state.request.output_token_ids.append(one.token_id)
+
+
+tokens = st.integers(0, 7)
+changes = st.builds(
+    dict,
+    repetition_penalty=st.sampled_from([1.0, 1.5, 0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.5, -2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.25, -1.0]),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-100.0, 0.5, 3.0]), max_size=3).map(
+        lambda bias: tuple(bias.items())
+    ),
+    min_tokens=st.integers(0, 4),
+    stop_token_ids=st.lists(tokens, max_size=2).map(tuple),
+)
+
+
+def naive(row: list[float], params: SamplingParams, prompt: list[int], said: list[int]) -> list[float]:
+    """The formulas, counting everything anew."""
+    result = []
+    for token, value in enumerate(row):
+        if token in prompt or token in said:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        value -= params.presence_penalty * (token in said) + params.frequency_penalty * said.count(token)
+        value += dict(params.logit_bias).get(token, 0.0)
+        is_early = len(said) < params.min_tokens and token in params.stop_token_ids
+        result.append(-math.inf if is_early else value)
+    return result
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_processed_logits_are_the_naive_formulas_for_whatever_was_said(data: st.DataObject) -> None:
+    """Requests whose outputs grow and whose drafts come and go; rows are asked for in any order of their tokens."""
+    states = []
+    for number in range(3):
+        prompt = tuple(data.draw(st.lists(tokens, min_size=1, max_size=5)))
+        states.append(SamplingState(make_request(str(number), prompt, **data.draw(changes))))
+    for _ in range(4):
+        for state in states:
+            request = state.request
+            request.output_token_ids += data.draw(st.lists(tokens, max_size=2))
+            request.drafts[:] = [SampledToken(token, 1) for token in data.draw(st.lists(tokens, max_size=3))]
+        rows = []
+        for state in data.draw(st.permutations(states)):
+            first = len(state.request.output_token_ids)
+            rows += [(state, index) for index in data.draw(st.permutations(range(first, state.next_index + 1)))]
+        logits = torch.tensor(
+            data.draw(
+                st.lists(st.lists(st.integers(-3, 3), min_size=8, max_size=8), min_size=len(rows), max_size=len(rows))
+            )
+        ).float()
+        before = logits.clone()
+        found = process(logits, rows)
+        assert torch.equal(logits, before)
+        for row, (state, index) in enumerate(rows):
+            request = state.request
+            said = [*request.output_token_ids, *(draft.token_id for draft in request.drafts)][:index]
+            expected = naive(before[row].tolist(), request.sampling, list(request.prompt_token_ids), said)
+            assert torch.allclose(found[row], torch.tensor(expected), atol=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(changes, st.lists(tokens, max_size=3)), min_size=1, max_size=5), st.data())
+def test_a_row_is_not_touched_by_its_neighbours(
+    asked: list[tuple[dict[str, Any], list[int]]], data: st.DataObject
+) -> None:
+    plain = data.draw(st.integers(0, len(asked)))
+    rows = []
+    for number, (fields, said) in enumerate(asked):
+        state = SamplingState(make_request(str(number), (1, 2), **fields))
+        state.request.output_token_ids += said
+        rows.append((state, len(said)))
+    rows.insert(plain, (SamplingState(make_request("plain")), 0))
+    logits = torch.randn(len(rows), 8, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    found = process(logits, rows)
+    assert torch.equal(found[plain], logits[plain])
+    for row, pair in enumerate(rows):
+        assert torch.equal(found[row], process(logits[row : row + 1], [pair])[0])

@@ -30,7 +30,7 @@ from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.kv_policy import exit_policy
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.request import IterationResult, Request, RequestOutput, RequestStatus, SampledToken
-from offramp.serve.sampler import make_generator, sample
+from offramp.serve.sampler import SamplingState, sample
 from offramp.serve.scheduler import Scheduler
 from offramp.serve.scheduler_output import SchedulerOutput
 from offramp.serve.sync_policy import SYNC_POLICIES
@@ -48,13 +48,13 @@ class _Live:
 
     Attributes:
         exits: the exits its tokens may take; None runs all layers.
-        generator: source of its draws; None if it is greedy.
+        sampling: what the sampler knows of it.
         text: its text so far; None without a tokenizer.
         piece: text that has become certain in this iteration.
     """
 
     exits: RequestExits | None
-    generator: torch.Generator | None
+    sampling: SamplingState
     text: TextStream | None
     piece: str = ""
 
@@ -192,7 +192,7 @@ class Engine:
         exits = self._compile(request)
         self._scheduler.add(request)
         text = None if self._tokenizer is None else TextStream(cast(Decoder, self._tokenizer), request.sampling.stop)
-        self._live[request.request_id] = _Live(exits, make_generator(request.sampling), text)
+        self._live[request.request_id] = _Live(exits, SamplingState(request), text)
 
     def cancel(self, request_id: str) -> bool:
         """Forget a request and free what it held; no output speaks of it any more.
@@ -239,12 +239,7 @@ class Engine:
         sampled: dict[str, IterationResult] = {}
         for departure in self._executor.run(items, [entry.exits for entry in live]):
             requests = [items[index].request for index in departure.items]
-            choices = sample(
-                departure.logits,
-                [request.sampling for request in requests],
-                [live[index].generator for index in departure.items],
-                [request.forbidden_ids for request in requests],
-            )
+            choices = sample(departure.logits, [live[index].sampling for index in departure.items])
             for request, choice in zip(requests, choices, strict=True):
                 if choice is None:
                     self._scheduler.fail(
@@ -286,6 +281,7 @@ class Engine:
         size = self.checkpoint.config.vocab_size
         if wrong := [token for token in request.prompt_token_ids if not 0 <= token < size]:
             raise OfframpError(f"the prompt holds token {wrong[0]}, outside the vocabulary of {size}.")
+        request.sampling.check_vocabulary(size)
         if self._tokenizer is None and request.sampling.stop:
             raise OfframpError("stop strings need a tokenizer, and this engine has none; give stop_token_ids.")
         self._scheduler.check(request)

@@ -25,6 +25,8 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 def _check_float(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise OfframpError(f"{name} {value!r} must be a number.")
+    if isinstance(value, int) and abs(value) > 2**63:  # it may not even be a float
+        raise OfframpError(f"{name} is a whole number of {value.bit_length()} bits; give a smaller one.")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,18 @@ class Constraint:
 
     kind: Literal["json", "json_schema", "regex"]
     grammar: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json", "json_schema", "regex"):
+            raise OfframpError(f"constraint {self.kind!r} is unknown; choose one of json, json_schema, regex.")
+        if not isinstance(self.grammar, str):
+            raise OfframpError(f"the grammar of constraint {self.kind!r} is no text: {self.grammar!r}.")
+        if (self.kind == "json") != (not self.grammar):
+            raise OfframpError(
+                "constraint 'json' takes no grammar; leave it out, or choose 'json_schema'."
+                if self.grammar
+                else f"constraint {self.kind!r} has an empty grammar; give one."
+            )
 
 
 @dataclass(frozen=True)
@@ -111,13 +125,70 @@ class SamplingParams:
             raise OfframpError(f"stop_token_ids {self.stop_token_ids!r} must be a tuple of token ids.")
         for token in self.stop_token_ids:
             _check_int("stop token id", token, low=0)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, low=0)
+        for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if number is not None:
+                _check_int(name, number, low=0)
+        _check_float("min_p", self.min_p)
+        if not 0 <= self.min_p <= 1:
+            raise OfframpError(f"min_p {self.min_p} must be in 0..1 (0 keeps every token).")
+        _check_float("repetition_penalty", self.repetition_penalty)
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise OfframpError(
+                f"repetition_penalty {self.repetition_penalty} must be in 0.01..100 (1 changes nothing)."
+            )
+        for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            _check_float(f"{name}_penalty", penalty)
+            if not -2 <= penalty <= 2:
+                raise OfframpError(f"{name}_penalty {penalty} must be in -2..2 (0 changes nothing).")
+        self._check_logit_bias()
+        _check_int("sequence", self.sequence, low=0, high=2**32 - 1)
+        self._check_constraint()
+
+    def _check_logit_bias(self) -> None:
+        pairs = self.logit_bias
+        if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise OfframpError(f"logit_bias {pairs!r} must be a tuple of pairs (token id, number).")
+        seen: set[int] = set()
+        for token, number in pairs:
+            _check_int("logit_bias of token", token, low=0)
+            _check_float(f"logit_bias of token {token}", number)
+            if not -100 <= number <= 100:
+                raise OfframpError(f"logit_bias of token {token} is {number}; it must be in -100..100.")
+            if token in seen:
+                raise OfframpError(f"logit_bias names token {token} twice; give one number for it.")
+            seen.add(token)
+
+    def _check_constraint(self) -> None:
+        if self.constraint is None:
+            return
+        if not isinstance(self.constraint, Constraint):
+            raise OfframpError(f"constraint {self.constraint!r} must be a Constraint.")
+        # It is the grammar that says where the text ends: whatever forbids the end there leaves no token at all.
+        if self.min_tokens:
+            raise OfframpError(
+                f"min_tokens {self.min_tokens} cannot be kept under a constraint; leave one of them out."
+            )
+        if self.ignore_eos:
+            raise OfframpError("ignore_eos leaves a text under a constraint without an end; leave one of them out.")
 
     @property
     def is_greedy(self) -> bool:
         """Whether nothing is drawn."""
         return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what was said before changes logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `OfframpError` if a model with so many tokens lacks one that these settings name.
+
+        Stop tokens are no part of it: one that the model lacks is never said, and ends nothing.
+        """
+        for token, _ in self.logit_bias:
+            if token >= vocab_size:
+                raise OfframpError(f"logit_bias names token {token}, outside the vocabulary of {vocab_size}.")
 
 
 @dataclass(frozen=True)
@@ -252,6 +323,11 @@ class Request:
             exit layers alone, so a preemption does not change when the next complete pass comes.
         num_computed_tokens: tokens of prompt, output and drafts whose keys and values are in the cache. The newest
             token is not among them until the next iteration has run it.
+        num_exact_tokens: how many of them, from the first on, have the keys and values that a pass of all layers over
+            the same tokens gives, at every layer. Only these may be used for another request.
+        num_cached_tokens: tokens of the prompt whose keys and values another request had left behind when this one
+            started.
+        num_preemptions: how often its blocks were taken for another request, so that it had to run again.
         error: why it failed, one sentence; None otherwise.
     """
 
@@ -271,6 +347,9 @@ class Request:
     drafts: list[SampledToken] = field(default_factory=list, init=False)
     num_pending: int = field(default=0, init=False)
     num_computed_tokens: int = field(default=0, init=False)
+    num_exact_tokens: int = field(default=0, init=False)
+    num_cached_tokens: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
     error: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
