@@ -244,5 +244,26 @@ void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y
   }
 }
 
+// The team's share of the whole product: as a grid of rows and panels that leaves its members equally busy. A small
+// matrix has too few panels for many threads, and a prompt has rows enough for all of them.
+template <Epilogue kEpilogue, class T, class Y>
+void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y, int64_t y_stride, Team team) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, panels = map.panels();
+  int row_parts = 1;
+  int64_t least = INT64_MAX;
+  for (int parts = 1; parts <= team.count && parts <= tiles; ++parts) {
+    if (team.count % parts != 0) continue;
+    const int64_t columns = team.count / parts;
+    const int64_t busiest = ((tiles + parts - 1) / parts) * ((panels + columns - 1) / columns);
+    if (busiest >= least) continue;  // of equals the fewest rows' parts: each of them reads the weight
+    least = busiest;
+    row_parts = parts;
+  }
+  const Range tile = share(tiles, {team.index % row_parts, row_parts});
+  const Range panel = share(panels, {team.index / row_parts, team.count / row_parts});
+  const int64_t first = tile.begin * kTileRows, last = std::min(tile.end * kTileRows, rows);
+  gemm<kEpilogue>(x + first * x_stride, last - first, x_stride, map, y + first * y_stride, y_stride, panel);
+}
+
 }  // namespace OFFRAMP_ISA
 }  // namespace offramp

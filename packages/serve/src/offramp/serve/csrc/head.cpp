@@ -1,0 +1,76 @@
+// torch operation: unembedding and choice in one. The logits of a batch are megabytes that are written, read again three
+// times and thrown away; here a block of them stays in the cache between being made and being summed up.
+
+#include "head.h"
+
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "packed.h"
+
+namespace offramp {
+inline namespace OFFRAMP_ISA {
+namespace {
+
+// Rows taken at once: their logits of one block, fp32, should stay in the second-level cache.
+constexpr int64_t kHeadRows = 96;
+
+template <class T>
+void summarize_block(const PaddedRows<T>& x, Range rows, const Linear<T>& map, int64_t block, int64_t num_blocks,
+                     std::vector<float>& logits, Summary* summaries) {
+  constexpr int64_t kPanels = kHeadBlock / kPanel;
+  Linear<T> part = map;
+  part.weight += block * kPanels * map.depth * kPanel;
+  part.columns = std::min(kHeadBlock, map.columns - block * kHeadBlock);
+  if (part.columns < kHeadBlock) std::fill(logits.begin(), logits.end(), -std::numeric_limits<float>::infinity());
+  gemm<Epilogue::Store>(x.data() + rows.begin * x.stride(), rows.end - rows.begin, x.stride(), part, logits.data(),
+                        kHeadBlock, Range{0, part.panels()});
+  for (int64_t r = rows.begin; r < rows.end; ++r)
+    summaries[r * num_blocks + block] = summarize(logits.data() + (r - rows.begin) * kHeadBlock, part.columns);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> head(const at::Tensor& x, const at::Tensor& packed,
+                                                                int64_t vocab) {
+  check_rows(x, "x");
+  check_same_type(x, "x", packed, "packed");
+  const int64_t rows = x.size(0), num_blocks = (vocab + kHeadBlock - 1) / kHeadBlock;
+  const auto floats = x.options().dtype(at::kFloat);
+  const at::Tensor ids = at::empty({rows}, x.options().dtype(at::kLong)), best = at::empty({rows}, floats),
+                   second = at::empty({rows}, floats), logsumexp = at::empty({rows}, floats);
+  with_type(x, [&](auto type) {
+    using T = decltype(type);
+    const Linear<T> map = linear_of<T>(packed, std::nullopt, vocab, false);
+    const PaddedRows<T> padded(x, map.depth);
+    std::vector<Summary> summaries(rows * num_blocks);
+#pragma omp parallel num_threads(threads_for(rows * map.depth * vocab))
+    {
+      std::vector<float> logits(std::min(rows, kHeadRows) * kHeadBlock);
+      const Range blocks = share(num_blocks, Team::here());
+      for (int64_t first = 0; first < rows; first += kHeadRows)
+        for (int64_t block = blocks.begin; block < blocks.end; ++block)
+          summarize_block(padded, {first, std::min(first + kHeadRows, rows)}, map, block, num_blocks, logits,
+                          summaries.data());
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const Row row = merge(summaries.data() + r * num_blocks, num_blocks);
+      data<int64_t>(ids)[r] = row.all.index;
+      data<float>(best)[r] = row.all.best;
+      data<float>(second)[r] = row.all.second;
+      data<float>(logsumexp)[r] = row.logsumexp;
+    }
+  });
+  return {ids, best, second, logsumexp};
+}
+
+}  // namespace
+}  // namespace OFFRAMP_ISA
+}  // namespace offramp
+
+TORCH_LIBRARY_FRAGMENT(OFFRAMP_OPS, m) {
+  // x [N, I], packed of [vocab, I] -> token_ids [N] (lowest of equals), best, second, logsumexp [N] fp32; NaN where a
+  // logit is.
+  m.def("head(Tensor x, Tensor packed, int vocab) -> (Tensor token_ids, Tensor best, Tensor second, Tensor logsumexp)");
+}
+
+TORCH_LIBRARY_IMPL(OFFRAMP_OPS, CPU, m) { m.impl("head", &offramp::head); }

@@ -1,0 +1,131 @@
+// torch operations: packing, linear maps with their epilogues, RMS norm.
+
+#include "norm.h"
+#include "packed.h"
+
+namespace offramp {
+inline namespace OFFRAMP_ISA {
+namespace {
+
+at::Tensor pack_linear(const at::Tensor& weight, bool gated) {
+  check_type(weight, "weight");
+  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && weight.numel() > 0, "weight has shape ", weight.sizes(),
+              " and strides ", weight.strides(), "; it must be a contiguous matrix that is not empty");
+  const int64_t columns = weight.size(0), depth = weight.size(1);
+  TORCH_CHECK(!gated || columns % 2 == 0, "a gated weight has gates and as many ups, not ", columns, " rows in all");
+  at::Tensor packed;
+  with_type(weight, [&](auto type) {
+    using T = decltype(type);
+    packed = at::empty({num_panels(columns, gated), padded_depth<T>(depth) / kGroup<T>, kPanel, kGroup<T>},
+                       weight.options());
+    pack_weight(data<const T>(weight), columns, depth, gated, data<T>(packed));
+  });
+  return packed;
+}
+
+at::Tensor pack_bias_tensor(const at::Tensor& bias, bool gated) {
+  check_type(bias, "bias");
+  TORCH_CHECK(bias.dim() == 1 && bias.is_contiguous(), "bias has shape ", bias.sizes(), "; it must be a vector");
+  TORCH_CHECK(!gated || bias.size(0) % 2 == 0, "a gated bias has gates and as many ups, not ", bias.size(0), " in all");
+  at::Tensor packed = at::empty({num_panels(bias.size(0), gated), kPanel}, bias.options());
+  with_type(bias, [&](auto type) {
+    using T = decltype(type);
+    pack_bias(data<const T>(bias), bias.size(0), gated, data<T>(packed));
+  });
+  return packed;
+}
+
+template <Epilogue kEpilogue, class T, class Y>
+void run(const at::Tensor& x, const Linear<T>& map, const at::Tensor& y) {
+  const PaddedRows<T> rows(x, map.depth);
+#pragma omp parallel num_threads(threads_for(x.size(0) * map.depth * map.columns))
+  gemm<kEpilogue>(rows.data(), x.size(0), rows.stride(), map, data<Y>(y), y.stride(0), Team::here());
+}
+
+void check_input(const at::Tensor& x, const at::Tensor& packed) {
+  check_rows(x, "x");
+  check_same_type(x, "x", packed, "packed");
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                  int64_t out_features, bool keep_fp32) {
+  check_input(x, packed);
+  at::Tensor y = at::empty({x.size(0), out_features}, keep_fp32 ? x.options().dtype(at::kFloat) : x.options());
+  with_type(x, [&](auto type) {
+    using T = decltype(type);
+    const Linear<T> map = linear_of<T>(packed, bias, out_features, false);
+    if (keep_fp32)
+      run<Epilogue::Store, T, float>(x, map, y);
+    else
+      run<Epilogue::Store, T, T>(x, map, y);
+  });
+  return y;
+}
+
+void linear_add(const at::Tensor& y, const at::Tensor& x, const at::Tensor& packed,
+                const std::optional<at::Tensor>& bias) {
+  check_input(x, packed);
+  check_rows(y, "y");
+  check_same_type(y, "y", x, "x");
+  TORCH_CHECK(y.size(0) == x.size(0), "y has ", y.size(0), " rows and x ", x.size(0), "; they must agree");
+  with_type(x, [&](auto type) {
+    using T = decltype(type);
+    run<Epilogue::Residual, T, T>(x, linear_of<T>(packed, bias, y.size(1), false), y);
+  });
+}
+
+at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                        int64_t out_features) {
+  check_input(x, packed);
+  at::Tensor y = at::empty({x.size(0), out_features}, x.options());
+  with_type(x, [&](auto type) {
+    using T = decltype(type);
+    run<Epilogue::GatedSilu, T, T>(x, linear_of<T>(packed, bias, out_features, true), y);
+  });
+  return y;
+}
+
+at::Tensor rms_norm_rows(const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps) {
+  check_rows(x, "x");
+  const int64_t rows = x.size(0), size = x.size(1);
+  if (weight) {
+    check_same_type(*weight, "weight", x, "x");
+    TORCH_CHECK(weight->dim() == 1 && weight->is_contiguous() && weight->size(0) == size, "weight has shape ",
+                weight->sizes(), "; rows of x have ", size, " features");
+  }
+  at::Tensor y = at::empty({rows, size}, x.options());
+  with_type(x, [&](auto type) {
+    using T = decltype(type);
+    const T* const factors = weight ? data<const T>(*weight) : nullptr;
+#pragma omp parallel for num_threads(threads_for(rows * size))
+    for (int64_t r = 0; r < rows; ++r)
+      rms_norm(data<const T>(x) + r * x.stride(0), factors, data<T>(y) + r * size, size, float(eps));
+  });
+  return y;
+}
+
+}  // namespace
+}  // namespace OFFRAMP_ISA
+}  // namespace offramp
+
+TORCH_LIBRARY_FRAGMENT(OFFRAMP_OPS, m) {
+  // weight [O, I]; gated: O = 2F, F gates then F ups.
+  m.def("pack_linear(Tensor weight, bool gated=False) -> Tensor");
+  m.def("pack_bias(Tensor bias, bool gated=False) -> Tensor");
+  // x W^T + b, [N, I] -> [N, O]; keep_fp32 leaves the sums of bf16 products as they are.
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool keep_fp32=False) -> Tensor");
+  // y += x W^T + b
+  m.def("linear_add(Tensor(a!) y, Tensor x, Tensor packed, Tensor? bias) -> ()");
+  // silu(gate) * up, [N, I] -> [N, F]
+  m.def("gated_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(OFFRAMP_OPS, CPU, m) {
+  m.impl("pack_linear", &offramp::pack_linear);
+  m.impl("pack_bias", &offramp::pack_bias_tensor);
+  m.impl("linear", &offramp::linear);
+  m.impl("linear_add", &offramp::linear_add);
+  m.impl("gated_linear", &offramp::gated_linear);
+  m.impl("rms_norm", &offramp::rms_norm_rows);
+}
