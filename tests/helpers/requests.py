@@ -6,17 +6,35 @@ from typing import Any
 
 from offramp.serve.config import EngineConfig
 from offramp.serve.kv_cache.block_pool import BlockPool
-from offramp.serve.request import IterationResult, Request, SampledToken, SamplingParams
+from offramp.serve.request import ExitOptions, IterationResult, Request, SampledToken, SamplingParams
 from offramp.serve.scheduler import Scheduler
 from offramp.serve.scheduler_output import SchedulerOutput
 
 
+NUM_LAYERS = 4
+"""Of the model that the scheduler is told about."""
+
+
 def make_request(
-    request_id: str = "a", prompt: int | tuple[int, ...] = 3, eos: tuple[int, ...] = (), **sampling: Any
+    request_id: str = "a",
+    prompt: int | tuple[int, ...] = 3,
+    eos: tuple[int, ...] = (),
+    exits: ExitOptions | None = None,
+    priority: int = 0,
+    client: str = "",
+    **sampling: Any,
 ) -> Request:
     """A request; `prompt` is its token ids or their number."""
     ids = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
-    return Request(request_id, ids, SamplingParams(**sampling), eos_token_ids=frozenset(eos))
+    return Request(
+        request_id,
+        ids,
+        SamplingParams(**sampling),
+        exits or ExitOptions(),
+        eos_token_ids=frozenset(eos),
+        priority=priority,
+        client=client,
+    )
 
 
 def make_scheduler(
@@ -26,6 +44,8 @@ def make_scheduler(
     budget: int = 16,
     max_waiting: int = 100,
     max_model_len: int = 10_000,
+    prefix_caching: bool = False,
+    group_by_depth: bool = False,
 ) -> tuple[Scheduler, BlockPool]:
     config = EngineConfig(
         block_size=block_size,
@@ -33,12 +53,14 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_tokens_per_iteration=budget,
         max_waiting=max_waiting,
+        prefix_caching=prefix_caching,
+        group_by_depth=group_by_depth,
     )
     pool = BlockPool(num_blocks)
-    return Scheduler(config, pool, max_model_len), pool
+    return Scheduler(config, pool, max_model_len, NUM_LAYERS), pool
 
 
-def say(output: SchedulerOutput, token_id: int = 7, exit_layer: int = 1) -> dict[str, IterationResult]:
+def say(output: SchedulerOutput, token_id: int = 7, exit_layer: int = NUM_LAYERS) -> dict[str, IterationResult]:
     """The same token for every row that predicts one."""
     return {
         item.request.request_id: IterationResult((SampledToken(token_id, exit_layer),))

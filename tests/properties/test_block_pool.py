@@ -25,7 +25,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.owned)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        self.pool.free(self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1))))
+        self.pool.release(self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1))))
 
     @invariant()
     def no_leak_and_no_double_use(self) -> None:
@@ -39,7 +39,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "pool"):
             for owner in self.owned:
-                self.pool.free(owner)
+                self.pool.release(owner)
             assert sorted(self.pool.allocate(self.pool.num_blocks)) == list(range(self.pool.num_blocks))
 
 

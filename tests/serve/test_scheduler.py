@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.requests import make_request, make_scheduler, say
+from helpers.requests import NUM_LAYERS, make_request, make_scheduler, say
 from offramp.common.errors import OfframpError
 from offramp.serve.request import IterationResult, Request, RequestStatus, SampledToken, TokenLogprobs
 from offramp.serve.scheduler import QueueFullError, Scheduler
@@ -68,23 +68,23 @@ def test_decodes_advance_even_when_they_fill_the_budget() -> None:
 
 def test_the_head_of_the_queue_is_never_overtaken() -> None:
     scheduler, _ = make_scheduler(num_blocks=8, block_size=4)
-    scheduler.add(make_request("running", prompt=4, max_tokens=16))  # 5 blocks
+    scheduler.add(make_request("running", prompt=12, max_tokens=16))
     step(scheduler)
-    scheduler.add(make_request("big", prompt=4, max_tokens=16))
+    scheduler.add(make_request("big", prompt=20, max_tokens=1))
     scheduler.add(make_request("small", prompt=1, max_tokens=1))
     assert [row[0] for row in rows(step(scheduler))] == ["running"]
     scheduler.cancel("running")
+    assert [row[0] for row in rows(step(scheduler))] == ["big"]
     assert [row[0] for row in rows(step(scheduler))] == ["big", "small"]
 
 
-def test_all_blocks_are_reserved_at_admission() -> None:
+def test_blocks_are_taken_as_tokens_come() -> None:
     scheduler, pool = make_scheduler(num_blocks=8, block_size=4)
     scheduler.add(make_request("a", prompt=3, max_tokens=6))
-    tables = set()
+    tables = []
     while scheduler.has_unfinished:
-        tables.add(step(scheduler).scheduled[0].block_table)
-    (table,) = tables
-    assert len(table) == 3
+        tables.append(step(scheduler).scheduled[0].block_table)
+    assert [len(table) for table in tables] == [1, 1, 2, 2, 2, 2]
     assert pool.num_live == 0
 
 
@@ -128,7 +128,7 @@ def test_one_token_allowed_is_one_token_and_length() -> None:
     request = make_request(max_tokens=1)
     scheduler.add(request)
     step(scheduler)
-    assert (request.output_token_ids, request.exit_layers, request.finish_reason) == ([7], [1], "length")
+    assert (request.output_token_ids, request.exit_layers, request.finish_reason) == ([7], [NUM_LAYERS], "length")
     assert pool.num_live == 0
 
 

@@ -116,7 +116,7 @@ class Engine:
         self._executor = Executor(packed, cache, self.max_model_len, SYNC_POLICIES[config.sync_policy])
         self._rules = ExitRules(packed)
         self._pool = BlockPool(num_blocks)
-        self._scheduler = Scheduler(config, self._pool, self.max_model_len)
+        self._scheduler = Scheduler(config, self._pool, self.max_model_len, model.num_layers)
         self._live: dict[str, _Live] = {}
 
     @classmethod
@@ -171,7 +171,7 @@ class Engine:
     @property
     def num_free_blocks(self) -> int:
         """Blocks of the KV cache that no request owns."""
-        return self._pool.num_free
+        return self._pool.num_available
 
     @property
     def stats(self) -> ExecutorStats:

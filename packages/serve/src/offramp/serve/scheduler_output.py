@@ -26,11 +26,13 @@ class ScheduledRequest:
         phase: prefill or decode; one iteration never mixes the two within a request.
         start: position of the first row, from 0. Keys and values of every earlier position are in the cache.
         num_tokens: number of rows.
-        block_table: ids of all blocks that the request owns, in the order of its positions: position p lies in block
-            `block_table[p // block_size]` at slot `p % block_size`. The same for the whole life of the request.
-        samples: whether the last row predicts a token. False for every chunk of a prompt but the last.
-        exit_layers: for rows of generated tokens that run again after a preemption, the layers they ran at first and
-            leave at again, one for each row; None: no row is bound.
+        block_table: ids of all blocks that the request refers to, in the order of its positions: position p lies in
+            block `block_table[p // block_size]` at slot `p % block_size`. It reaches at least to the last row; it may
+            change between iterations, but never for a position whose keys and values are not exact.
+        samples: whether the last row predicts a token. False for every chunk of a prompt but the last, for rows that
+            run again after a preemption, and where no token is asked for (`max_tokens` 0).
+        exit_layers: for prefill rows that run again after a preemption, the layers each of them ran at first and leaves
+            at again (those of the prompt ran all layers); None: prefill rows run all layers.
     """
 
     request: Request
@@ -53,10 +55,11 @@ class SchedulerOutput:
 
     Attributes:
         iteration: counts from 0.
-        scheduled: requests with rows in this iteration: decodes first, then prefills, each in order of admission.
+        scheduled: requests with rows in this iteration: decodes first, then prefills, each by priority and admission.
         preempted: ids of requests whose blocks were taken since the last iteration; what is kept for their rows (the
             states of tokens that left early) is void.
-        copies: (from, to) blocks whose content is to be copied before anything is computed (copy on write).
+        copies: (from, to) blocks whose content is to be copied before anything is computed (copy on write), one after
+            the other: a block may be copied from and then copied to. All are for requests in `scheduled`.
     """
 
     iteration: int
