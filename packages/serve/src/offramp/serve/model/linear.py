@@ -1,8 +1,11 @@
 """A linear map with its weight laid out once for the CPU's matrix kernels.
 
-oneDNN can keep a weight in the blocked order its kernels read (1.4 to 4 times faster than `F.linear` at decode sizes,
-most in bfloat16). The operators are private to torch, so they are tried once per dtype and dropped if they are missing
-or wrong; the answer is then `F.linear`'s.
+There are three kinds of kernels (`Kernels` in `offramp.serve.config`):
+
+- native: Offramp's own, see `native` and `csrc`. A row's result does not depend on the other rows, bit for bit.
+- packed: oneDNN's, with the weight in the blocked order that they read (1.4 to 4 times faster than `F.linear` at decode
+  sizes, most in bfloat16). The operators are private to torch, so they are tried once per dtype.
+- plain: `F.linear`, the reference.
 
 Legend: N rows, I and O input and output features.
 """
@@ -10,38 +13,106 @@ Legend: N rows, I and O input and output features.
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offramp.common.errors import OfframpError
+from offramp.serve.config import Kernels
 from offramp.serve.model.head_output import HeadOutput
+from offramp.serve.model.native import native_library
+
+ChosenKernels = Literal["native", "packed", "plain"]
+"""`Kernels` without `auto`."""
+
+
+def choose_kernels(kernels: Kernels, dtype: torch.dtype) -> ChosenKernels:
+    """What `kernels` amounts to on this machine for weights of `dtype`.
+
+    Raises:
+        OfframpError: if `native` is asked for and there are no native kernels here.
+    """
+    has_native = kernels in ("auto", "native") and dtype in (torch.float32, torch.bfloat16) and _has_native()
+    if kernels == "native" and not has_native:
+        raise OfframpError(
+            "kernels 'native' need a C++ compiler (g++ or clang++) to be built with, and weights of fp32 or bf16; the "
+            "log says what is missing. Kernels 'auto' do without."
+        )
+    if has_native:
+        return "native"
+    return "packed" if kernels in ("auto", "packed") and can_pack(dtype) else "plain"
 
 
 class PackedLinear:
-    """y = x W^T + b."""
+    """y = x W^T + b.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> None:
+    Attributes:
+        kernels: what computes it.
+        in_features: I.
+        out_features: O.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, kernels: Kernels = "auto", pack: bool | None = None
+    ) -> None:
         """Lay out a weight.
 
         Args:
             weight: [O, I].
             bias: [O].
-            pack: False keeps the plain layout (the reference).
+            kernels: what is to compute it.
+            pack: stands for kernels `packed` or `plain`.
         """
-        self.bias = None if bias is None else bias.detach().contiguous()
-        self.is_packed = pack and weight.device.type == "cpu" and can_pack(weight.dtype)
-        self._weight = _pack(weight.detach()) if self.is_packed else weight.detach().contiguous()
+        if pack is not None:
+            kernels = "packed" if pack else "plain"
+        weight = weight.detach().contiguous()
+        bias = None if bias is None else bias.detach().contiguous()
+        self.out_features, self.in_features = weight.shape
+        self.kernels: ChosenKernels = "plain" if weight.device.type != "cpu" else choose_kernels(kernels, weight.dtype)
+        self._weight, self._bias = weight, bias
+        if self.kernels == "native":
+            library = native_library()
+            assert library is not None
+            self._weight = library.ops.pack_linear(weight)
+            self._bias = None if bias is None else library.ops.pack_bias(bias)
+            # Named overloads, because looking for the right one at each call takes longer than a small product.
+            self._linear, self._head = library.ops.linear.default, library.ops.head.default
+        elif self.kernels == "packed":
+            self._weight = _pack(weight)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether kernels are `packed`."""
+        return self.kernels == "packed"
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, I] -> [N, O]."""
-        if self.is_packed:
-            return _packed_linear(x, self._weight, self.bias)
-        return F.linear(x, self._weight, self.bias)
+        if self.kernels == "native":
+            return self._linear(x, self._weight, self._bias, self.out_features)
+        if self.kernels == "packed":
+            return _packed_linear(x, self._weight, self._bias)
+        return F.linear(x, self._weight, self._bias)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [N, O] in fp32, where this is an unembedding.
+
+        Native kernels do not round them to the weight's type in between, so that the largest is the one `head` finds.
+        """
+        if self.kernels == "native":
+            return self._linear(x, self._weight, self._bias, self.out_features, keep_fp32=True)
+        return self(x).float()
 
     def head(self, x: Tensor) -> HeadOutput:
         """Best tokens of rows [N, I], where this is an unembedding."""
-        return HeadOutput.of(self(x))
+        if self.kernels == "native" and self._bias is None:
+            return HeadOutput(*self._head(x, self._weight, self.out_features))
+        return HeadOutput.of(self.logits(x))
+
+
+def _has_native() -> bool:
+    return native_library() is not None
 
 
 @functools.cache

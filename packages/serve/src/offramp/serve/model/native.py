@@ -1,0 +1,235 @@
+"""Offramp's own CPU kernels: which of them this machine can run, and how they are built and loaded.
+
+The sources lie in `csrc` beside this package and are compiled once for each instruction set ("ISA level"). A library is
+looked for where a wheel would have put it, then in the user's cache, and else compiled with the C++ compiler that is
+there. Without one, or where the result computes anything else than torch does, there is no library, and callers use
+torch's operations instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from offramp.common.errors import OfframpError
+
+log = logging.getLogger(__name__)
+
+ISA_LEVELS = ("avx512_bf16", "avx512", "avx2", "portable")
+"""Every ISA level, best first."""
+
+_AVX2 = ("avx2", "fma")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+# What Linux calls the instructions that a level needs; compilers call them the same, without underscores.
+_CPU_FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512_bf16": (*_AVX512, "avx512_bf16"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "portable": (),
+}
+# -ffp-contract=off: the kernels say themselves where a product is fused with a sum (see vec.h).
+_COMPILE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden")
+_BUILD_TIMEOUT_S = 600
+
+_SOURCES = Path(__file__).parents[1] / "csrc"
+
+
+@dataclass(frozen=True)
+class NativeLibrary:
+    """A loaded library.
+
+    Attributes:
+        isa: its ISA level.
+        path: its file.
+        ops: its operations, a namespace of `torch.ops`; what each takes stands with its registration in `csrc`.
+    """
+
+    isa: str
+    path: Path
+    ops: Any
+
+
+def supported_isa_levels() -> tuple[str, ...]:
+    """The ISA levels that this machine's CPU can run, best first."""
+    flags = _cpu_flags()
+    return tuple(level for level in ISA_LEVELS if flags.issuperset(_CPU_FLAGS[level]))
+
+
+def native_library() -> NativeLibrary | None:
+    """The library of the best ISA level that works here, or None, for which the log then has the reason.
+
+    The environment variable `OFFRAMP_ISA` asks for one level instead.
+
+    Raises:
+        OfframpError: if `OFFRAMP_ISA` names a level that does not exist or that this CPU cannot run.
+    """
+    return _chosen_library(os.environ.get("OFFRAMP_ISA") or None)
+
+
+@functools.cache
+def _chosen_library(asked: str | None) -> NativeLibrary | None:
+    supported = supported_isa_levels()
+    if asked is not None and asked not in supported:
+        raise OfframpError(f"OFFRAMP_ISA is {asked!r}; this machine can run {', '.join(supported)}.")
+    reasons: list[str] = []
+    for isa in supported if asked is None else (asked,):
+        try:
+            return load_library(isa)
+        except NativeUnavailableError as error:
+            reasons.append(f"{isa}: {error}")
+            if error.for_every_level:
+                break
+    log.warning("The engine's own CPU kernels cannot be used, torch's are used instead (%s)", "; ".join(reasons))
+    return None
+
+
+class NativeUnavailableError(Exception):
+    """There is no working library of an ISA level.
+
+    Attributes:
+        for_every_level: whether other levels fail for the same reason.
+    """
+
+    def __init__(self, reason: str, *, for_every_level: bool = False) -> None:
+        super().__init__(reason)
+        self.for_every_level = for_every_level
+
+
+@functools.cache
+def load_library(isa: str) -> NativeLibrary:
+    """Load, and if need be build, the library of one ISA level, and compare it with torch.
+
+    Raises:
+        NativeUnavailableError: if it cannot be built or loaded, or computes anything else than torch does.
+    """
+    path = _prebuilt(isa)
+    if path is None:
+        path = _built(isa)
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise NativeUnavailableError(f"{path} cannot be loaded: {error}") from error
+    library = NativeLibrary(isa, path, getattr(torch.ops, f"offramp_{isa}"))
+    if not _agrees_with_torch(library.ops):
+        raise NativeUnavailableError(f"{path} does not compute what torch does")
+    return library
+
+
+def _cpu_flags() -> frozenset[str]:
+    """What the CPU calls its instruction sets; empty where nobody says."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    # Levels are described by x86's flags, and no other architecture has flags of these names.
+    return frozenset(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
+
+
+def _prebuilt(isa: str) -> Path | None:
+    """The library that came with the distribution, if it was built for this torch: torch's C++ interface changes."""
+    major_minor = ".".join(torch.__version__.split(".")[:2])
+    path = _SOURCES / "prebuilt" / f"offramp_{isa}_torch{major_minor}_{platform.machine()}.so"
+    return path if path.is_file() else None
+
+
+def _built(isa: str) -> Path:
+    """The library of the user's cache, built if it is not there. Its name says all that it was made from."""
+    compiler = _compiler()
+    flags = (*_COMPILE_FLAGS, *(f"-m{flag.replace('_', '')}" for flag in _CPU_FLAGS[isa]), f"-DOFFRAMP_ISA={isa}")
+    try:
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NativeUnavailableError(f"the C++ compiler does not run: {error}", for_every_level=True) from error
+    made_from = hashlib.sha256(repr((compiler, version, torch.__version__, flags)).encode())
+    for source in sorted(_SOURCES.glob("*.[ch]*")):
+        made_from.update(source.name.encode() + b"\0" + source.read_bytes())
+    path = _cache_directory() / f"offramp_{isa}_{made_from.hexdigest()[:24]}.so"
+    if not path.is_file():
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _compile(compiler, flags, path)
+        except OSError as error:
+            raise NativeUnavailableError(f"{path.parent} cannot be written: {error}", for_every_level=True) from error
+    return path
+
+
+def _compiler() -> list[str]:
+    chosen = os.environ.get("CXX")
+    if chosen:
+        return shlex.split(chosen)
+    for name in ("g++", "clang++", "c++"):
+        found = shutil.which(name)
+        if found is not None:
+            return [found]
+    raise NativeUnavailableError("there is no C++ compiler; install g++ or clang++", for_every_level=True)
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "offramp" / "native"
+
+
+def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> None:
+    """Build under another name and rename: whoever looks for `path` meanwhile finds nothing or all of it."""
+    log.info("Building the engine's CPU kernels, once: %s", path)
+    root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as directory:
+        partial = Path(directory) / path.name
+        command = [
+            *compiler,
+            *flags,
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            *(f"-isystem{include}" for include in (root / "include", root / "include/torch/csrc/api/include")),
+            str(_SOURCES / "module.cpp"),
+            f"-L{root / 'lib'}",
+            *("-ltorch_cpu", "-lc10"),
+            *("-o", str(partial)),
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise NativeUnavailableError(f"the build took more than {_BUILD_TIMEOUT_S} s") from error
+        if done.returncode != 0:
+            log.debug("%s\n%s", shlex.join(command), done.stderr)
+            first = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
+            raise NativeUnavailableError(f"the build failed: {first}")
+        os.replace(partial, path)
+
+
+def _agrees_with_torch(ops: Any) -> bool:
+    """Whether the library computes what torch does, on inputs whose sizes fit no vector."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(size, generator=generator) for size in ((70, 45), (70,), (5, 45)))
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        rows, matrix, offset = x.to(dtype), weight.to(dtype), bias.to(dtype)
+        exact = F.linear(rows.double(), matrix.double(), offset.double())
+        packed = ops.pack_linear(matrix)
+        linear = ops.linear(rows, packed, ops.pack_bias(offset), 70)
+        norm = ops.rms_norm(rows, matrix[0].contiguous(), 1e-5)
+        expected_norm = F.rms_norm(rows.double(), (45,), matrix[0].double(), 1e-5)
+        head = ops.head(rows, packed, 70)
+        logits = F.linear(rows.double(), matrix.double())
+        best = logits.topk(2).values
+        pairs = [
+            (linear, exact),
+            (norm, expected_norm),
+            (torch.stack(head[1:3], 1), best),
+            (head[3], logits.logsumexp(1)),
+            (logits.gather(1, head[0][:, None])[:, 0], best[:, 0]),
+        ]
+        if not all(torch.allclose(a.double(), b, rtol=tolerance, atol=tolerance) for a, b in pairs):
+            return False
+    return True
