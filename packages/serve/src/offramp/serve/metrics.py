@@ -5,6 +5,7 @@ Plain numbers, no tensors. Always on: an iteration costs one record, a token one
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -216,7 +217,7 @@ class RequestMetrics:
     @property
     def inter_token_s(self) -> list[float]:
         """Seconds between neighbouring tokens: one fewer than there are tokens."""
-        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_times)]
 
     @property
     def total_s(self) -> float | None:

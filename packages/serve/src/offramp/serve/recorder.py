@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from offramp.serve.iteration_clock import Part
 from offramp.serve.metrics import EngineMetrics, Gauges, IterationRecord, RequestMetrics, Trace
+from offramp.serve.request import Request
 from offramp.serve.scheduler_output import Phase, SchedulerOutput
 
 
@@ -14,7 +15,7 @@ class Recorder:
     """Makes a record of each iteration, and keeps the times of unfinished requests.
 
     Its owner calls `scheduled` when the rows of an iteration are chosen, `advanced` when its tokens are taken in and
-    `finished` when it is over; `arrived` and `left` between iterations, or `left` after `advanced`.
+    `finished` when it is over; `arrived` and `forget` between iterations, and `left` between `advanced` and `finished`.
 
     Attributes:
         metrics: where iterations are recorded.
@@ -36,29 +37,31 @@ class Recorder:
         """A request was taken in."""
         self._requests[request_id] = RequestMetrics(time.perf_counter())
 
-    def left(self, request_id: str) -> RequestMetrics | None:
-        """A request has ended or was cancelled; its times, or None if it was not followed."""
-        self._preempted.discard(request_id)
-        times = self._requests.pop(request_id, None)
-        if times is not None:
-            times.finished_at = time.perf_counter()
+    def left(self, request: Request) -> RequestMetrics:
+        """A request has ended; its metrics."""
+        times = self._requests[request.request_id]
+        self.forget(request.request_id)
+        times.finished_at = time.perf_counter()
+        times.preemptions, times.cached_tokens = request.num_preemptions, request.num_cached_tokens
         return times
+
+    def forget(self, request_id: str) -> None:
+        """Nobody will ask about a request any more."""
+        self._requests.pop(request_id, None)
+        self._preempted.discard(request_id)
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """The rows of an iteration are chosen."""
         self._output = output
         self._hit_tokens = self._new_tokens = self._token_layers = 0
-        for request_id in output.preempted:
-            if request_id in self._requests:
-                self._requests[request_id].preemptions += 1
-                self._preempted.add(request_id)
+        self._preempted.update(request_id for request_id in output.preempted if request_id in self._requests)
         now = time.perf_counter()
         for item in output.scheduled:
             request_id = item.request.request_id
             times = self._requests[request_id]
             # Rows of a request that has nothing in the cache yet begin after what the cache held already.
             if times.scheduled_at is None:
-                times.scheduled_at, times.cached_tokens = now, item.start
+                times.scheduled_at = now
                 self._hit_tokens += item.start
             elif request_id in self._preempted:
                 self._preempted.discard(request_id)

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from offramp.common.errors import OfframpError
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
+from offramp.serve.metrics import RequestMetrics
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -443,6 +444,7 @@ class RequestOutput:
         error: why it failed, one sentence, if `finish_reason` is `error`.
         confidences: for each new token, what the exit test measured; None at the final exit.
         prompt_logprobs: of every token of the prompt but the first, if asked for: all of them with the first output.
+        metrics: its times and what happened to it; with the last output only.
     """
 
     request_id: str
@@ -455,9 +457,12 @@ class RequestOutput:
     error: str | None = None
     confidences: tuple[float | None, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    metrics: RequestMetrics | None = None
 
     @classmethod
-    def of(cls, request: Request, first_token: int, text: str = "") -> RequestOutput:
+    def of(
+        cls, request: Request, first_token: int, text: str = "", metrics: RequestMetrics | None = None
+    ) -> RequestOutput:
         """The output that reports everything from the output token with index `first_token` on."""
         return cls(
             request_id=request.request_id,
@@ -470,4 +475,5 @@ class RequestOutput:
             error=request.error,
             confidences=tuple(request.confidences[first_token:]),
             prompt_logprobs=tuple(request.prompt_logprobs) if first_token == 0 else (),
+            metrics=metrics,
         )
