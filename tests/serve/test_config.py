@@ -15,7 +15,12 @@ from offramp.serve.config import DEFAULT_KV_CACHE_BYTES, EngineConfig
         ({"num_blocks": -1}, "num_blocks -1"),
         ({"num_blocks": 8, "kv_cache_bytes": 4096}, "give one of them"),
         ({"max_num_seqs": 8, "max_tokens_per_iteration": 7}, "7 is below max_num_seqs 8"),
-        ({"sync_policy": "some"}, "all, regroup"),
+        ({"sync_policy": "some"}, "all, quantile, regroup"),
+        ({"split_rule": "never"}, "always, cost"),
+        ({"kernels": "cuda"}, "auto, native, packed, plain"),
+        ({"quantile": 0}, "quantile 0 must be"),
+        ({"quantile": 1.5}, "quantile 1.5 must be"),
+        ({"prefix_caching": "no"}, "prefix_caching 'no' must be true or false"),
         ({"dtype": "fp16"}, "fp32, bf16"),
     ],
 )

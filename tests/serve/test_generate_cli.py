@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
     return code, captured.out, captured.err
 
 
-def rows(output: str) -> list[dict[str, object]]:
+def rows(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
@@ -63,9 +64,60 @@ def test_seeds_reproduce_draws(directory: Path, capsys: pytest.CaptureFixture[st
     assert first == second != other
 
 
+def test_exits_one_by_one(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def layers(*options: str) -> object:
+        code, out, _ = run(capsys, directory, "--prompt", "hello", "--max-tokens", "5", "--json", *options)
+        assert code == 0
+        return rows(out)[0]["exit_layers"]
+
+    assert layers("--thresholds", "1=1,2=-2") == [4, 2, 2, 2, 2]
+    assert layers("--thresholds", "2=-2") == [4, 2, 2, 2, 2]
+    assert layers("--threshold", "-2", "--min-exit-layer", "2") == [4, 2, 2, 2, 2]
+
+
+def test_several_texts_for_each_prompt(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('"hello"\n"a b c"')
+    options = ["--temperature", "1.5", "--seed", "3", "--max-tokens", "8", "--json"]
+    _, out, err = run(capsys, directory, "--prompts", prompts, "--n", "3", *options)
+    found = rows(out)
+    assert len({str(row["token_ids"]) for row in found}) == 6, "sequences that share a seed draw differently"
+    assert "48 tokens" in err
+    _, alone, _ = run(capsys, directory, "--prompt", "a b c", "--n", "2", *options)
+    assert rows(alone) == found[3:5], "sequence j of prompt i at line i * n + j"
+
+
+def test_sampling_options_reach_the_engine(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ask(*options: str) -> dict[str, Any]:
+        code, out, _ = run(capsys, directory, "--prompt", "hello", "--max-tokens", "8", "--json", *options)
+        assert code == 0
+        return rows(out)[0]
+
+    plain = ask("--ignore-eos")
+    assert plain["finish_reason"] == "length"
+    assert ask("--logit-bias", "77=100", "--logit-bias", "78=-100")["token_ids"] == [77] * 8
+    assert len(set(ask("--logit-bias", "77=50", "--presence-penalty", "2", "--ignore-eos")["token_ids"])) == 1
+    assert len(set(ask("--repetition-penalty", "50", "--ignore-eos")["token_ids"])) == 8
+    stop = plain["text"][3]
+    stopped = ask("--ignore-eos", "--stop", stop, "--stop", "never said")
+    assert (stopped["text"], stopped["finish_reason"]) == (plain["text"].partition(stop)[0], "stop")
+    logprobs = ask("--ignore-eos", "--logprobs", "2")["logprobs"]
+    assert [entry["token_id"] for entry in logprobs] == plain["token_ids"]
+    assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in logprobs)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--kv-policy", "fill", "--max-pending", "2"], "--max-pending has a meaning under"),
+        (["--kv-policy", "static"], "--exit-layer and the KV policy static"),
+        (["--kv-policy", "static", "--exit-layer", "3"], "--exit-layer 3 is no exit"),
+        (["--threshold", "0.5", "--thresholds", "1=0.5"], "--threshold or --thresholds"),
+        (["--thresholds", "3=0.5"], "layers [3]"),
+        (["--n", "0"], "--n 0"),
+        (["--quantile", "2"], "quantile 2.0"),
+        (["--json-schema", "/nowhere.json"], "/nowhere.json holds no JSON schema"),
+        (["--presence-penalty", "3"], "presence_penalty 3.0"),
         (["--kv-policy", "full", "--threshold", "0.5"], "runs every layer"),
         (["--measure", "cosine"], "no thresholds for the measure 'cosine'"),
         (["--max-tokens", "1000"], "more than the 256"),
@@ -107,6 +159,14 @@ def test_an_argument_that_is_not_utf_8_is_refused(directory: Path, capsys: pytes
     code, _, err = run(capsys, directory, "--prompt", "\udcff")  # as Python hands on the byte 0xff
     assert code == 1
     assert "--prompt: the prompt is not Unicode text" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("option", ["--logit-bias=a=1", "--logit-bias=5", "--thresholds=0.5", "--thresholds=1=0.5,"])
+def test_what_cannot_be_read_is_a_usage_error(directory: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(capsys, directory, "--prompt", "hello", option)
+    assert caught.value.code == 2
+    assert "such as" in capsys.readouterr().err
 
 
 def test_a_directory_that_is_not_there_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

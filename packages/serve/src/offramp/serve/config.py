@@ -15,6 +15,9 @@ Kernels = Literal["auto", "native", "packed", "plain"]
 """What computes the layers. `native`: Offramp's C++ operations; `packed`: torch with weights packed by oneDNN; `plain`:
 torch alone, the reference; `auto`: the first of them that works here."""
 
+SplitRule = Literal["always", "cost"]
+"""`always`: every row that is sure goes; `cost`: rows go only if that saves time, by the measured times of segments."""
+
 Dtype = Literal["fp32", "bf16"]
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
@@ -37,8 +40,7 @@ class EngineConfig:
             frequencies of `dynamic` scaling are made for this length, so that tokens do not depend on neighbours.
         sync_policy: when rows that are sure may leave an iteration; see `SyncPolicy`.
         quantile: `quantile`: the share of rows that must be sure, above 0 and at most 1.
-        split_rule: `regroup`: `always` lets every sure row go; `cost` lets rows go only if that saves time by the
-            measured times of the segments, which makes exit layers depend on batch mates.
+        split_rule: `regroup`: see `SplitRule`; `cost` makes exit layers depend on batch mates.
         prefix_caching: whether requests share the exact keys and values of equal beginnings.
         group_by_depth: whether iterations run sequences of similar expected exit depth together.
         kernels: what computes the layers; see `Kernels`.
@@ -55,7 +57,7 @@ class EngineConfig:
     max_model_len: int | None = None
     sync_policy: SyncPolicy = "regroup"
     quantile: float = 0.75
-    split_rule: Literal["always", "cost"] = "always"
+    split_rule: SplitRule = "always"
     prefix_caching: bool = True
     group_by_depth: bool = False
     kernels: Kernels = "auto"
@@ -78,12 +80,19 @@ class EngineConfig:
                 f"max_tokens_per_iteration {self.max_tokens_per_iteration} is below max_num_seqs {self.max_num_seqs}, "
                 "so running requests would have to wait for each other; raise the first or lower the second."
             )
-        if self.sync_policy not in get_args(SyncPolicy):
-            raise OfframpError(
-                f"sync policy {self.sync_policy!r} is unknown; choose one of {', '.join(get_args(SyncPolicy))}."
-            )
-        if self.dtype not in get_args(Dtype):
-            raise OfframpError(f"dtype {self.dtype!r} is unknown; choose one of {', '.join(get_args(Dtype))}.")
+        for what, value, known in (
+            ("sync policy", self.sync_policy, get_args(SyncPolicy)),
+            ("split rule", self.split_rule, get_args(SplitRule)),
+            ("choice of kernels", self.kernels, get_args(Kernels)),
+            ("dtype", self.dtype, get_args(Dtype)),
+        ):
+            if value not in known:
+                raise OfframpError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}.")
+        if isinstance(self.quantile, bool) or not isinstance(self.quantile, (int, float)) or not 0 < self.quantile <= 1:
+            raise OfframpError(f"quantile {self.quantile!r} must be a number above 0 and at most 1 (1 is all rows).")
+        for name in ("prefix_caching", "group_by_depth"):
+            if not isinstance(getattr(self, name), bool):
+                raise OfframpError(f"{name} {getattr(self, name)!r} must be true or false.")
 
     def cache_blocks(self, block_bytes: int) -> int:
         """Number of blocks in the KV cache.

@@ -6,16 +6,7 @@ from offramp.common.errors import OfframpError
 from offramp.serve.request import Request, SamplingParams
 
 _DEFAULTS = SamplingParams()
-_SAMPLING = (
-    "prompt_logprobs",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "constraint",
-    "sequence",
-)
+_SAMPLING = ("prompt_logprobs", "constraint")
 _KV_POLICIES = ("full", "fill")
 
 

@@ -1,27 +1,69 @@
-"""The engine's settings as command-line options, for the commands that write them into a model folder."""
+"""The engine's settings as command-line options."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any, get_args
 
-from offramp.serve.config import Dtype, SyncPolicy
-
-_NAMES = ("dtype", "sync_policy", "max_num_seqs", "max_waiting", "max_model_len", "kv_cache_bytes", "num_threads")
+from offramp.serve.config import Dtype, EngineConfig, Kernels, SplitRule, SyncPolicy
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds one option for each setting; what is not given keeps the engine's default."""
+def add_engine_options(parser: argparse.ArgumentParser, *, queue: bool = True) -> None:
+    """Adds one option for each setting; what is not given keeps the engine's default.
+
+    Args:
+        parser: gets them as a group of their own.
+        queue: whether requests may have to wait, or be refused; not where all of them are known before.
+    """
     group = parser.add_argument_group("engine")
-    group.add_argument("--dtype", choices=get_args(Dtype), help="of weights, states and KV cache")
-    group.add_argument("--sync-policy", choices=get_args(SyncPolicy), help="rows leave together, or each on its own")
-    group.add_argument("--max-num-seqs", type=int, metavar="N", help="most requests in one iteration")
-    group.add_argument("--max-waiting", type=int, metavar="N", help="most requests that wait; more get 429")
+    group.add_argument("--dtype", choices=get_args(Dtype), help="of weights, states and KV cache (default: fp32)")
+    group.add_argument(
+        "--kernels", choices=get_args(Kernels), help="what computes the layers (default: auto, the fastest that works)"
+    )
+    group.add_argument(
+        "--sync-policy",
+        choices=get_args(SyncPolicy),
+        help="tokens of a batch leave: all together; together once a quantile is sure; each on its own "
+        "(default: regroup)",
+    )
+    group.add_argument(
+        "--quantile", type=float, metavar="Q", help="share that must be sure for --sync-policy quantile (default: 0.75)"
+    )
+    group.add_argument(
+        "--split-rule",
+        choices=get_args(SplitRule),
+        help="regroup lets sure tokens go always, or only where that saves time as measured (default: always)",
+    )
+    group.add_argument(
+        "--prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="share exact keys and values of equal beginnings (default: yes)",
+    )
+    group.add_argument(
+        "--group-by-depth",
+        action=argparse.BooleanOptionalAction,
+        help="run sequences of similar expected depth together (default: no)",
+    )
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="most requests in one iteration (default: 32)")
+    group.add_argument(
+        "--max-tokens-per-iteration", type=int, metavar="N", help="most tokens in one iteration (default: 512)"
+    )
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="most tokens of prompt and completion")
-    group.add_argument("--kv-cache-bytes", type=int, metavar="BYTES", help="memory for keys and values")
+    group.add_argument(
+        "--kv-cache-bytes", type=int, metavar="BYTES", help="memory for keys and values (default: 1 GiB)"
+    )
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
+    if queue:
+        group.add_argument("--max-waiting", type=int, metavar="N", help="most requests that wait; more get 429")
 
 
 def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
     """The `EngineConfig` fields that were given."""
-    return {name: getattr(options, name) for name in _NAMES if getattr(options, name) is not None}
+    given = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(EngineConfig)}
+    settings = {name: value for name, value in given.items() if value is not None}
+    seats = settings.get("max_num_seqs", 0)
+    if seats > EngineConfig.max_tokens_per_iteration:
+        # Every seat must be able to advance in every iteration.
+        settings.setdefault("max_tokens_per_iteration", seats)
+    return settings

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from tqdm import tqdm
 
 from offramp.common.errors import OfframpError
-from offramp.common.exits.policy import ExitPolicy, Measure
-from offramp.serve.config import Dtype, EngineConfig, SyncPolicy
-from offramp.serve.request import ExitOptions, KVPolicy, RequestOutput, SamplingParams
+from offramp.common.exits.policy import Measure
+from offramp.serve.cli.engine_options import add_engine_options, engine_settings
+from offramp.serve.config import EngineConfig
+from offramp.serve.exit_options import ExitWishes, exit_options
+from offramp.serve.request import Constraint, KVPolicy, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:  # importing these takes seconds, and `--help` needs none of them
     from offramp.serve.engine import Engine
@@ -26,21 +28,26 @@ if TYPE_CHECKING:  # importing these takes seconds, and `--help` needs none of t
 def main(argv: list[str]) -> int:
     """Runs the command with its arguments."""
     options = _parser().parse_args(argv)
+    if options.n < 1:
+        raise OfframpError(f"--n {options.n} must be at least 1 text for each prompt.")
     sampling = SamplingParams(
         max_tokens=options.max_tokens,
+        min_tokens=options.min_tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
+        stop=tuple(options.stop),
+        ignore_eos=options.ignore_eos,
+        logprobs=options.logprobs,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        logit_bias=tuple(options.logit_bias),
+        constraint=_constraint(options),
     )
-    seats = options.max_num_seqs
-    config = EngineConfig(
-        dtype=options.dtype,
-        sync_policy=options.sync_policy,
-        max_num_seqs=seats,
-        # Every seat must be able to advance in every iteration.
-        max_tokens_per_iteration=max(EngineConfig.max_tokens_per_iteration, seats),
-    )
+    config = EngineConfig(**engine_settings(options))
     asked = _prompts(options)
 
     from offramp.serve.engine import Engine
@@ -48,44 +55,51 @@ def main(argv: list[str]) -> int:
 
     print(f"Loading {options.directory} ...", file=sys.stderr, flush=True)
     engine = Engine.from_checkpoint(options.directory, config)
-    exits = exit_options(engine, options.measure, options.threshold, options.kv_policy)
+    exits = exit_options(_wishes(options), engine.checkpoint.exits.layers, engine.checkpoint.policy, _flag)
     prompts = [_encode(engine, prompt) for prompt in asked]
     with tqdm(desc="Generating", unit="token", total=None, delay=1, file=sys.stderr) as bar:
 
         def advance(index: int, output: RequestOutput) -> None:
             bar.update(len(output.new_token_ids))
 
-        completions = generate(engine, prompts, sampling, exits, on_output=advance)
+        completions = generate(engine, prompts, sampling, exits, n=options.n, on_output=advance)
     for completion in completions:
-        print(json.dumps(_to_json(completion), ensure_ascii=False) if options.json else completion.text, flush=True)
+        line = json.dumps(_to_json(completion, options.logprobs is not None), ensure_ascii=False)
+        print(line if options.json else completion.text, flush=True)
     print(depth_summary(completions, engine.checkpoint.config.num_layers), file=sys.stderr)
     failed = [completion.error for completion in completions if completion.error is not None]
     if failed:
-        raise OfframpError(f"{len(failed)} of {len(completions)} prompts failed, the first one because {failed[0]}")
+        raise OfframpError(f"{len(failed)} of {len(completions)} texts failed, the first one because {failed[0]}")
     return 0
 
 
-def exit_options(engine: Engine, measure: Measure | None, threshold: float | None, kv_policy: KVPolicy) -> ExitOptions:
-    """Exits to take: the checkpoint's policy, changed by what was asked for.
+def _wishes(options: argparse.Namespace) -> ExitWishes:
+    return ExitWishes(
+        measure=options.measure,
+        threshold=options.threshold,
+        thresholds=options.thresholds,
+        min_exit_layer=options.min_exit_layer,
+        kv_policy=options.kv_policy,
+        max_pending=options.max_pending,
+        exit_layer=options.exit_layer,
+    )
 
-    Raises:
-        OfframpError: what was asked for contradicts itself or the model.
-    """
-    if kv_policy == "full":
-        if measure is not None or threshold is not None:
-            raise OfframpError("KV policy 'full' runs every layer; leave --measure and --threshold out.")
-        return ExitOptions("full")
-    if measure is None and threshold is None:
-        return ExitOptions(kv_policy)
-    layers, policy = engine.checkpoint.exits.layers, engine.checkpoint.policy
-    if not layers:
-        raise OfframpError("--measure and --threshold need early exits, and this model has none; add them on import.")
-    if threshold is None and (policy is None or policy.measure != measure):
-        raise OfframpError(f"this model has no thresholds for the measure {measure!r}; give --threshold as well.")
-    policy = policy or ExitPolicy()
-    if measure is not None:
-        policy = dataclasses.replace(policy, measure=measure)
-    return ExitOptions(kv_policy, policy if threshold is None else policy.with_threshold(threshold, layers))
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _constraint(options: argparse.Namespace) -> Constraint | None:
+    if options.regex is not None:
+        return Constraint("regex", options.regex)
+    if options.json_schema is None:
+        return None
+    try:
+        text = options.json_schema.read_text(encoding="utf-8")
+        json.loads(text)
+    except (OSError, ValueError) as fault:
+        raise OfframpError(f"{options.json_schema} holds no JSON schema: {fault}.") from None
+    return Constraint("json_schema", text)
 
 
 def depth_summary(completions: Sequence[Completion], num_layers: int) -> str:
@@ -110,34 +124,94 @@ def _parser() -> argparse.ArgumentParser:
         "--prompts", type=Path, metavar="FILE", help='JSON lines: "text", {"prompt": ...} or {"messages": [...]}'
     )
     parser.add_argument("--chat", action="store_true", help="put prompts into the chat template as the user's words")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K most probable tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (default: %(default)s)")
-    parser.add_argument("--seed", type=int, metavar="S", help="makes draws reproducible, for each prompt anew")
-    parser.add_argument("--measure", choices=get_args(Measure), help="confidence measure (default: the checkpoint's)")
-    parser.add_argument(
-        "--threshold", type=float, metavar="X", help="confidence to exceed at every exit (default: the checkpoint's)"
-    )
-    parser.add_argument(
-        "--kv-policy", choices=get_args(KVPolicy), default="fill", help="full runs every layer (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sync-policy",
-        choices=get_args(SyncPolicy),
-        default="regroup",
-        help="all: tokens of a batch leave together; regroup: each on its own (default: %(default)s)",
-    )
-    parser.add_argument("--dtype", choices=get_args(Dtype), default="fp32", help="(default: %(default)s)")
-    parser.add_argument("--max-num-seqs", type=int, default=32, metavar="N", help="batch size (default: %(default)s)")
     parser.add_argument(
         "--json",
         action="store_true",
-        help="one line per prompt, in order: text, token_ids, exit_layers, finish_reason, usage",
+        help="one line per text, in the order of the prompts: text, token_ids, exit_layers, finish_reason, usage",
     )
+    _add_sampling(parser.add_argument_group("sampling"))
+    _add_depth(parser.add_argument_group("depth"))
+    add_engine_options(parser, queue=False)
     return parser
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
+    group.add_argument("--min-tokens", type=int, default=0, metavar="N", help="no end before (default: %(default)s)")
+    group.add_argument("--n", type=int, default=1, metavar="N", help="texts for each prompt (default: %(default)s)")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: %(default)s)")
+    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K most probable tokens")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (default: %(default)s)")
+    group.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="sample among tokens at least P times as probable as the best (default: %(default)s)",
+    )
+    group.add_argument("--seed", type=int, metavar="S", help="makes draws reproducible, for each prompt anew")
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="of prompt and text (default: %(default)s)"
+    )
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="(default: %(default)s)")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="(default: %(default)s)")
+    group.add_argument(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="TOKEN=X",
+        help="added to the logit of a token id; may be given several times",
+    )
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be given several times"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence tokens")
+    group.add_argument(
+        "--logprobs", type=int, metavar="N", help="with --json: log-probabilities, and N alternatives for each token"
+    )
+    language = group.add_mutually_exclusive_group()
+    language.add_argument("--json-schema", type=Path, metavar="FILE", help="the text is JSON that follows this schema")
+    language.add_argument("--regex", metavar="PATTERN", help="the text matches this regular expression")
+
+
+def _add_depth(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--measure", choices=get_args(Measure), help="confidence measure (default: the checkpoint's)")
+    group.add_argument(
+        "--threshold", type=float, metavar="X", help="confidence to exceed at every exit (default: the checkpoint's)"
+    )
+    group.add_argument(
+        "--thresholds",
+        type=_thresholds,
+        metavar="LAYER=X,...",
+        help="the same exit by exit; one that is not named stays closed",
+    )
+    group.add_argument("--min-exit-layer", type=int, metavar="LAYER", help="no token leaves below this layer")
+    group.add_argument(
+        "--kv-policy",
+        choices=get_args(KVPolicy),
+        help="keys and values of skipped layers: full skips none; fill guesses them; recompute makes them later; "
+        "verify lets the full model judge every token; static leaves at --exit-layer and needs none (default: fill)",
+    )
+    group.add_argument(
+        "--max-pending", type=int, metavar="N", help="recompute and verify: tokens that wait at most (default: 8)"
+    )
+    group.add_argument("--exit-layer", type=int, metavar="LAYER", help="static: where every token leaves")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, number = text.partition("=")
+    try:
+        return int(token), float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not TOKEN=NUMBER, such as 50256=-100") from None
+
+
+def _thresholds(text: str) -> dict[int, float]:
+    try:
+        return {int(layer): float(value) for layer, _, value in (part.partition("=") for part in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LAYER=NUMBER,..., such as 10=0.9,20=0.8") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,11 +282,13 @@ def _encode(engine: Engine, prompt: _Prompt) -> list[int]:
     return tokens
 
 
-def _to_json(completion: Completion) -> dict[str, Any]:
+def _to_json(completion: Completion, with_logprobs: bool) -> dict[str, Any]:
+    logprobs = [dataclasses.asdict(entry) for entry in completion.logprobs]
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "exit_layers": completion.exit_layers,
         "finish_reason": completion.finish_reason,
         "usage": dataclasses.asdict(completion.usage),
+        **({"logprobs": logprobs} if with_logprobs else {}),
     }

@@ -173,7 +173,7 @@ class GenerationBody(_Body):
     user: str = ""
     top_k: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_top_k)] = None
     min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     min_tokens: int = Field(default=0, ge=0)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     ignore_eos: bool = False

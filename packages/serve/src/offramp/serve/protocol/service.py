@@ -189,7 +189,7 @@ class OpenAIService:
         exits = self._exit_options(body.offramp)
         requests = [
             Request(
-                request_id=f"{answer_id}-{index}-{sequence}",
+                request_id=f"{answer_id}-{index * sequences + sequence}",
                 prompt_token_ids=tuple(ids),
                 sampling=dataclasses.replace(sampling, sequence=sequence),
                 exits=exits,
