@@ -13,11 +13,11 @@ from offramp.serve.distribution import Distribution
 from offramp.serve.draws import Purpose, uniform
 from offramp.serve.request import ExitOptions, Request, SampledToken, SamplingParams
 from offramp.serve.sampler import SamplingState, distribution, logprobs, sample
-from offramp.serve.verification import Drafting, Verdict, judge_by_chance, judge_greedily
+from offramp.serve.verification import Drafting, NoTokenError, Verdict, judge_by_chance, judge_greedily
 
 Judge = Callable[
     [Sequence[int], Sequence[Distribution], Callable[[int], Distribution], Callable[[int, Purpose], float]],
-    Verdict | None,
+    Verdict,
 ]
 
 
@@ -40,7 +40,7 @@ def test_greedily_the_longest_agreeing_beginning_stays(drafts: list[int], choice
     assert judge_greedily(drafts, choices) == verdict
 
 
-def judge_one(p: Distribution, q: Distribution, draft: int, accept: float, residual: float) -> Verdict | None:
+def judge_one(p: Distribution, q: Distribution, draft: int, accept: float, residual: float) -> Verdict:
     numbers = {Purpose.ACCEPT: accept, Purpose.RESIDUAL: residual, Purpose.TOKEN: 0.0}
     targets = [p, dist(t99=1.0)]
     return judge_by_chance([draft], [q], lambda index: targets[index], lambda _, purpose: numbers[purpose])
@@ -115,7 +115,6 @@ def say(seed: int, judge: Judge, num_drafts: int, full: list[Distribution], exit
             lambda index, context=context: full[context[index]],
             lambda index, purpose, said=said: uniform(seed, 0, said + index, purpose),
         )
-        assert verdict is not None
         text += [*drafts[: verdict.num_kept], verdict.token_id]
     return text[1 : LENGTH + 1]
 
@@ -149,7 +148,7 @@ def _keeps_too_much(
     proposals: Sequence[Distribution],
     target: Callable[[int], Distribution],
     number: Callable[[int, Purpose], float],
-) -> Verdict | None:
+) -> Verdict:
     """Keeps any draft that the full model might say."""
     return judge_by_chance(
         drafts, proposals, target, lambda index, purpose: 0.0 if purpose is Purpose.ACCEPT else number(index, purpose)
@@ -161,10 +160,10 @@ def _draws_from_all(
     proposals: Sequence[Distribution],
     target: Callable[[int], Distribution],
     number: Callable[[int, Purpose], float],
-) -> Verdict | None:
+) -> Verdict:
     """Replaces a draft by a draw from p, and not from what q leaves of it."""
     verdict = judge_by_chance(drafts, proposals, target, number)
-    if verdict is None or verdict.num_kept == len(drafts):
+    if verdict.num_kept == len(drafts):
         return verdict
     at = verdict.num_kept
     return Verdict(at, target(at).draw(number(at, Purpose.RESIDUAL)))
@@ -175,7 +174,7 @@ def _draws_twice_with_one_number(
     proposals: Sequence[Distribution],
     target: Callable[[int], Distribution],
     number: Callable[[int, Purpose], float],
-) -> Verdict | None:
+) -> Verdict:
     """Decides with the number that chose the draft."""
     return judge_by_chance(drafts, proposals, target, lambda index, _: number(index, Purpose.TOKEN))
 
@@ -203,16 +202,13 @@ def last(request: Request) -> int:
 
 def draft(request: Request, drafting: Drafting, count: int, logits: torch.Tensor = EXIT_LOGITS) -> None:
     for _ in range(count):
-        said = drafting.say(logits[last(request)], 3, 0.5)
-        assert said is not None
-        request.drafts.append(said)
+        request.drafts.append(drafting.say(logits[last(request)], 3, 0.5))
 
 
 def judge(request: Request, drafting: Drafting) -> tuple[SampledToken, ...]:
     """As the scheduler takes a verdict in."""
     first = request.num_prompt_tokens - 1 + len(request.output_token_ids)
     said = drafting.judge(FULL_LOGITS[request.tokens(first, request.num_tokens)])
-    assert said is not None
     request.drafts.clear()
     request.output_token_ids += [token.token_id for token in said]
     return said
@@ -317,6 +313,8 @@ def test_drafts_dropped_without_a_verdict_leave_nothing_behind() -> None:
 def test_nothing_can_be_chosen_from_logits_that_are_no_numbers(temperature: float) -> None:
     request, drafting, _ = begin(temperature=temperature)
     broken = torch.full((NUM_TOKENS,), torch.nan)
-    assert drafting.say(broken, 3, 0.5) is None
+    with pytest.raises(NoTokenError):
+        drafting.say(broken, 3, 0.5)
     draft(request, drafting, 1)
-    assert drafting.judge(torch.stack((broken, FULL_LOGITS[0]))) is None
+    with pytest.raises(NoTokenError):
+        drafting.judge(torch.stack((broken, FULL_LOGITS[0])))

@@ -57,9 +57,9 @@ def judge_greedily(drafts: Sequence[int], choices: Sequence[int]) -> Verdict:
 def judge_by_chance(
     drafts: Sequence[int],
     proposals: Sequence[Distribution],
-    target: Callable[[int], Distribution | None],
+    target: Callable[[int], Distribution],
     uniform: Callable[[int, Purpose], float],
-) -> Verdict | None:
+) -> Verdict:
     """Keep each draft with the probability that makes the answer the full model's.
 
     Args:
@@ -68,14 +68,9 @@ def judge_by_chance(
         target: the full model's distribution in place of draft `index`, after all drafts before it; and after the last.
             Asked in order, and no further than a draft that does not stay.
         uniform: a number in [0, 1) for draft `index`, independent for each purpose.
-
-    Returns:
-        None where `target` gave None, for nothing can be chosen there.
     """
     for index, (draft, proposal) in enumerate(zip(drafts, proposals, strict=True)):
         wanted = target(index)
-        if wanted is None:
-            return None
         p, q = _shares(wanted, wanted.token_ids), _shares(proposal, wanted.token_ids)
         (place,), (is_candidate,) = wanted.find(torch.tensor([draft], device=p.device))
         if is_candidate and uniform(index, Purpose.ACCEPT) * float(q[place]) < float(p[place]):
@@ -84,14 +79,17 @@ def judge_by_chance(
         # Where p and q differ by rounding alone nothing may be left, and then p is as good.
         left = Distribution(wanted.token_ids, rest if float(rest.sum()) > 0 else p)
         return Verdict(index, left.draw(uniform(index, Purpose.RESIDUAL)))
-    wanted = target(len(drafts))
-    return None if wanted is None else Verdict(len(drafts), wanted.draw(uniform(len(drafts), Purpose.TOKEN)))
+    return Verdict(len(drafts), target(len(drafts)).draw(uniform(len(drafts), Purpose.TOKEN)))
 
 
 def _shares(of: Distribution, token_ids: Tensor) -> Tensor:
     """Probabilities [C] of tokens [C], in float64."""
     places, is_candidate = of.find(token_ids)
     return of.normalised()[places] * is_candidate
+
+
+class NoTokenError(Exception):
+    """No token can be chosen from logits: none is finite, or a larger one is not."""
 
 
 class Drafting:
@@ -120,32 +118,36 @@ class Drafting:
         request = self._request
         return self._sampling.needs_logits or len(request.output_token_ids) < request.sampling.min_tokens
 
-    def say(self, logits: Tensor, exit_layer: int, confidence: float | None) -> SampledToken | None:
-        """Choose the next draft; None where nothing can be chosen.
+    def say(self, logits: Tensor, exit_layer: int, confidence: float | None) -> SampledToken:
+        """Choose the next draft.
 
         Args:
             logits: [V], raw, of the exit that the newest row leaves at.
             exit_layer: which.
             confidence: how sure it was.
+
+        Raises:
+            NoTokenError: see there.
         """
         index = self._sampling.next_index
-        proposal = distribution(logits, self._sampling, index)
-        if proposal is None:
-            return None
+        proposal = self._distribution(logits, index)
         if not self._request.sampling.is_greedy:
             del self._proposals[len(self._request.drafts) :]  # of drafts that were dropped without a verdict
             self._proposals.append(proposal)
         token_id = proposal.draw(self._sampling.uniform(index, Purpose.TOKEN))
         return SampledToken(token_id, exit_layer, confidence)
 
-    def judge(self, logits: Tensor) -> tuple[SampledToken, ...] | None:
-        """Judge all drafts of the request; None where nothing can be chosen.
+    def judge(self, logits: Tensor) -> tuple[SampledToken, ...]:
+        """Judge all drafts of the request.
 
         Args:
             logits: [P + 1, V], raw, of the full model's rows that predict them, and of the newest row.
 
         Returns:
             New tokens of the answer, at least one; log-probabilities are the full model's.
+
+        Raises:
+            NoTokenError: see there.
         """
         params, sampling = self._request.sampling, self._sampling
         drafts, first = [draft.token_id for draft in self._request.drafts], len(self._request.output_token_ids)
@@ -155,12 +157,10 @@ class Drafting:
         verdict = judge_by_chance(
             drafts,
             proposals,
-            lambda index: distribution(logits[index], sampling, first + index),
+            lambda index: self._distribution(logits[index], first + index),
             lambda index, purpose: sampling.uniform(first + index, purpose),
         )
         self._proposals.clear()
-        if verdict is None:
-            return None
         said = self._said(verdict)
         number = params.logprobs
         if number is None:
@@ -177,6 +177,12 @@ class Drafting:
             choices: P + 1, the tokens of the largest raw logits of the full model's rows, as for `judge`.
         """
         return self._said(judge_greedily([draft.token_id for draft in self._request.drafts], choices))
+
+    def _distribution(self, logits: Tensor, index: int) -> Distribution:
+        found = distribution(logits, self._sampling, index)
+        if found is None:
+            raise NoTokenError
+        return found
 
     def _said(self, verdict: Verdict) -> tuple[SampledToken, ...]:
         """A draft that stays counts as said by its exit, the full model's own token as said by the last layer."""
