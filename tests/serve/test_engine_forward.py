@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -10,13 +12,14 @@ from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.serve.config import EngineConfig
 from offramp.serve.executor import Executor
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.rows import build_rows
 from offramp.serve.request import Request, SamplingParams
 from offramp.serve.scheduler_output import Phase, ScheduledRequest
-from offramp.serve.sync_policy import SYNC_POLICIES, leave_alone, leave_together
+from offramp.serve.sync_policy import LeaveIfItPays, LeaveTogether, PassTimes, leave_alone
 
 EXITS = ExitConfig((1, 2, 3), "norm")
 AT_2 = ExitPolicy("cosine", {2: -2.0})
@@ -68,15 +71,41 @@ def test_thresholds_that_nothing_exceeds_are_exactly_full_depth(
     assert len(set(engine.stats.rows_run)) == 1
 
 
-def test_sync_rules() -> None:
-    def mask(text: str) -> torch.Tensor:
-        return torch.tensor([char == "x" for char in text])
+def mask(text: str) -> npt.NDArray[np.bool_]:
+    return np.array([char == "x" for char in text])
 
-    assert torch.equal(leave_alone(mask("x.x."), mask("xxxx")), mask("x.x."))
-    assert torch.equal(leave_together(mask("x.x."), mask("xxxx")), mask("...."))
-    assert torch.equal(leave_together(mask("xxxx"), mask("xxxx")), mask("xxxx"))
-    assert torch.equal(leave_together(mask("x.x."), mask("x.x.")), mask("x.x."))
-    assert torch.equal(leave_together(mask("...."), mask("....")), mask("...."))
+
+def test_sync_rules() -> None:
+    everybody, most = LeaveTogether(), LeaveTogether(0.75)
+    for sure, alone, together, quantile in [
+        ("x.x.", "x.x.", "....", "...."),
+        ("xxx.", "xxx.", "....", "xxxx"),
+        ("xxxx", "xxxx", "xxxx", "xxxx"),
+        ("....", "....", "....", "...."),
+    ]:
+        assert np.array_equal(leave_alone(mask(sure), 2, 9), mask(alone))
+        assert np.array_equal(everybody(mask(sure), 2, 9), mask(together))
+        assert np.array_equal(most(mask(sure), 2, 9), mask(quantile))
+
+
+def test_a_batch_is_split_only_where_that_pays() -> None:
+    times = PassTimes(inertia=0.5)
+    rule = LeaveIfItPays(times, num_layers=4)
+    sure = mask("x...")
+    assert np.array_equal(rule(sure, 2, 4), sure), "what was never measured is tried"
+    times.ran(0, 4, 4, 4.0)  # a second for each layer, and 2 above the exit
+    times.left(2, 4, 0.4)  # a split costs a fifth of that
+    assert np.array_equal(rule(sure, 2, 4), sure), "a quarter of the rows is more than a fifth"
+    assert np.array_equal(rule(sure, 2, 3), sure), "3 rows are measured as up to 4 are"
+    assert np.array_equal(rule(sure, 2, 5), sure), "for 5 rows nothing is known"
+    times.left(2, 4, 0.8)
+    assert np.isclose(times.pause(2, 4) or 0, 0.6)
+    assert not rule(sure, 2, 4).any()
+    assert np.array_equal(rule(mask("xx.."), 2, 4), mask("xx.."))
+    # Where nobody leaves nothing is learnt, so what was measured once does not hold for ever.
+    for _ in range(100):
+        rule(sure, 2, 4)
+    assert np.array_equal(rule(sure, 2, 4), sure)
 
 
 def scheduled(prompt: list[int], start: int = 0, count: int | None = None, first_block: int = 0) -> ScheduledRequest:
@@ -94,12 +123,13 @@ def prompt_logits(
         packed = PackedModel(model, dtype, "packed" if pack else "plain")
     config = model.config
     cache = KVStorage(packed.num_cache_layers, 64, 4, config.num_kv_heads, config.head_dim, dtype, poison=True)
-    executor = Executor(packed, cache, MAX_MODEL_LEN, SYNC_POLICIES["regroup"])
+    executor = Executor(packed, cache, MAX_MODEL_LEN, EngineConfig())
     start = 0
     for count in chunks[:-1]:
-        assert executor.run([scheduled(prompt, start, count)], [None]) == []
+        assert executor.run([scheduled(prompt, start, count)], [None], [True]) == []
         start += count
-    (departure,) = executor.run([scheduled(prompt, start)], [None])
+    (departure,) = executor.run([scheduled(prompt, start)], [None], [True])
+    assert departure.logits is not None
     return departure.logits[0]
 
 

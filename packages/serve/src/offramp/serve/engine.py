@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -21,19 +22,25 @@ import torch
 from offramp.common.checkpoint import DTYPES, Checkpoint, load_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.policy import ExitPolicy
 from offramp.common.tokenizer import load_tokenizer
 from offramp.serve.config import EngineConfig
+from offramp.serve.constraint import Constraints
 from offramp.serve.executor import Executor, ExecutorStats
 from offramp.serve.exit_test import ExitRules, RequestExits
+from offramp.serve.iteration_clock import IterationClock
+from offramp.serve.iteration_results import IterationResults, Voice
 from offramp.serve.kv_cache.block_pool import BlockPool
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.kv_policy import exit_policy
+from offramp.serve.metrics import EngineMetrics, Gauges
 from offramp.serve.model.packed import PackedModel
-from offramp.serve.request import IterationResult, Request, RequestOutput, RequestStatus, SampledToken
-from offramp.serve.sampler import SamplingState, sample
+from offramp.serve.probe import PositionReading, probe
+from offramp.serve.recorder import Recorder
+from offramp.serve.request import IterationResult, Request, RequestOutput, RequestStatus
+from offramp.serve.sampler import SamplingState
 from offramp.serve.scheduler import Scheduler
 from offramp.serve.scheduler_output import SchedulerOutput
-from offramp.serve.sync_policy import SYNC_POLICIES
 from offramp.serve.text import Decoder, TextStream
 
 if TYPE_CHECKING:
@@ -47,14 +54,14 @@ class _Live:
     """What the engine keeps of an unfinished request beside the request itself.
 
     Attributes:
-        exits: the exits its tokens may take; None runs all layers.
-        sampling: what the sampler knows of it.
+        exits: the exits its tokens may take where they are sure; None: none.
+        voice: what choosing its tokens needs.
         text: its text so far; None without a tokenizer.
         piece: text that has become certain in this iteration.
     """
 
     exits: RequestExits | None
-    sampling: SamplingState
+    voice: Voice
     text: TextStream | None
     piece: str = ""
 
@@ -101,7 +108,7 @@ class Engine:
             )
         self.max_model_len = config.max_model_len or limit
         with torch.no_grad():
-            packed = PackedModel(checkpoint.model, dtype, release=release_weights)
+            packed = PackedModel(checkpoint.model, dtype, config.kernels, release=release_weights)
         num_blocks = self._num_blocks(packed, dtype)
         self.cache_tokens = num_blocks * config.block_size
         cache = KVStorage(
@@ -113,11 +120,15 @@ class Engine:
             dtype,
             poison_cache,
         )
-        self._executor = Executor(packed, cache, self.max_model_len, SYNC_POLICIES[config.sync_policy])
+        self._clock = IterationClock()
+        self._executor = Executor(packed, cache, self.max_model_len, config, self._clock)
+        self._model = packed
         self._rules = ExitRules(packed)
         self._pool = BlockPool(num_blocks)
         self._scheduler = Scheduler(config, self._pool, self.max_model_len, model.num_layers)
+        self._constraints = Constraints(tokenizer, model.vocab_size)
         self._live: dict[str, _Live] = {}
+        self._recorder = Recorder()
 
     @classmethod
     def from_checkpoint(
@@ -174,6 +185,16 @@ class Engine:
         return self._pool.num_available
 
     @property
+    def num_kept_tokens(self) -> int:
+        """Tokens that left early and whose states wait for a deeper pass; 0 when no request is unfinished."""
+        return self._executor.num_kept
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """What the iterations did, and where their time went."""
+        return self._recorder.metrics
+
+    @property
     def stats(self) -> ExecutorStats:
         """What was really run, layer by layer."""
         return self._executor.stats
@@ -189,10 +210,13 @@ class Engine:
             QueueFullError: too many requests wait; later it may be accepted.
             OfframpError: the request can never run here, or its id is in use.
         """
-        exits = self._compile(request)
+        exits, constraint = self._compile(request), self._constraints.start(request)
         self._scheduler.add(request)
         text = None if self._tokenizer is None else TextStream(cast(Decoder, self._tokenizer), request.sampling.stop)
-        self._live[request.request_id] = _Live(exits, SamplingState(request), text)
+        self._recorder.arrived(request.request_id)
+        self._live[request.request_id] = _Live(
+            exits, Voice(SamplingState(request, constraint), self.checkpoint.config.num_layers), text
+        )
 
     def cancel(self, request_id: str) -> bool:
         """Forget a request and free what it held; no output speaks of it any more.
@@ -201,7 +225,27 @@ class Engine:
             Whether it was still unfinished.
         """
         self._live.pop(request_id, None)
+        self._executor.forget(request_id)
+        self._recorder.forget(request_id)
         return self._scheduler.cancel(request_id) is not None
+
+    def probe(
+        self, token_ids: Sequence[int], top: int = 5, policy: ExitPolicy | None = None
+    ) -> list[PositionReading]:
+        """What every exit says of a text, position by position; no request notices. See `offramp.serve.probe`.
+
+        Args:
+            token_ids: prompt and answer in a row.
+            top: tokens to report for each exit.
+            policy: whose exit test is reported; None takes the checkpoint's.
+        """
+        return probe(
+            self._model,
+            token_ids,
+            max_model_len=self.max_model_len,
+            top=top,
+            policy=policy or self.checkpoint.policy,
+        )
 
     def step(self) -> list[RequestOutput]:
         """Run one iteration.
@@ -211,52 +255,66 @@ class Engine:
         Returns:
             One output for each request that got a token or failed.
         """
+        clock = self._clock
+        clock.start()
         output = self._scheduler.schedule()
-        if not output.scheduled:
-            self._scheduler.update(output, {})
-            return []
+        self._recorder.scheduled(output)
+        clock.lap("scheduling")
         starts = {item.request.request_id: len(item.request.output_token_ids) for item in output.scheduled}
         try:
-            sampled = self._sample(output)
+            self._executor.prepare(output)
+            results = self._run(output) if output.scheduled else {}
         except Exception as fault:
             log.exception("iteration %d failed", output.iteration)
             cause = f"the engine failed in iteration {output.iteration}: {type(fault).__name__}: {fault}"
-            sampled = {}
+            results = {}
             for item in output.scheduled:
                 self._scheduler.fail(item.request.request_id, cause)
-        self._scheduler.update(output, sampled, self._read)
-        results: list[RequestOutput] = []
+        self._scheduler.update(output, results, self._read)
+        self._recorder.advanced()
+        clock.lap("scheduling")
+        reports: list[RequestOutput] = []
         for item in output.scheduled:
             request = item.request
-            if item.samples or request.status is RequestStatus.FAILED:
-                results.append(self._report(request, starts[request.request_id]))
-        return results
+            first = starts[request.request_id]
+            if len(request.output_token_ids) > first or request.status.is_finished:
+                reports.append(self._report(request, first))
+        self._recorder.finished(clock.stop(), self._executor.trace, self._gauges())
+        return reports
 
-    def _sample(self, output: SchedulerOutput) -> dict[str, IterationResult]:
-        """Run the model and choose tokens; requests whose logits are not finite fail."""
+    def _run(self, output: SchedulerOutput) -> dict[str, IterationResult]:
+        """Run the model and choose tokens; requests for which that fails end as failed."""
         items = output.scheduled
         live = [self._live[item.request.request_id] for item in items]
-        sampled: dict[str, IterationResult] = {}
-        for departure in self._executor.run(items, [entry.exits for entry in live]):
-            requests = [items[index].request for index in departure.items]
-            choices = sample(departure.logits, [live[index].sampling for index in departure.items])
-            for request, choice in zip(requests, choices, strict=True):
-                if choice is None:
-                    self._scheduler.fail(
-                        request.request_id,
-                        f"the logits at layer {departure.exit_layer} are not finite, so no token can be chosen; the "
-                        f"weights are damaged or too large for {self.config.dtype}",
-                    )
-                else:
-                    token = SampledToken(choice.token_id, departure.exit_layer, logprobs=choice.logprobs)
-                    sampled[request.request_id] = IterationResult((token,))
-        return sampled
+        voices = [entry.voice for entry in live]
+        results = IterationResults(voices, self.checkpoint.config.num_layers, self._scheduler.fail)
+        asks_prompts = any(item.request.sampling.prompt_logprobs is not None for item in items)
+        departures = self._executor.run(
+            items,
+            [entry.exits for entry in live],
+            [voice.needs_logits for voice in voices],
+            results.add_prompt if asks_prompts else None,
+        )
+        results.add(departures)
+        self._clock.lap("sampling")
+        return results.by_id
+
+    def _gauges(self) -> Gauges:
+        pool = self._pool
+        return Gauges(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            live_blocks=pool.num_live,
+            cached_blocks=pool.num_cached,
+            free_blocks=pool.num_available,
+        )
 
     def _read(self, request: Request, token_id: int) -> bool:
         """Append a token to its request's text; whether a stop string is complete (`scheduler.TextStops`)."""
         live = self._live[request.request_id]
         if live.text is None:
             return False
+        self._clock.lap("scheduling")
         try:
             live.piece += live.text.push(token_id, request.may_stop)
         except Exception as fault:  # a tokenizer's; its other requests must not pay for it
@@ -265,16 +323,21 @@ class Engine:
                 request.request_id, f"token {token_id} cannot be read: {type(fault).__name__}: {fault}"
             )
             return False
+        finally:
+            self._clock.lap("detokenising")
         return live.text.stopped
 
     def _report(self, request: Request, first_token: int) -> RequestOutput:
         live = self._live[request.request_id]
+        metrics = None
         if request.status.is_finished:
+            metrics = self._recorder.left(request)
             del self._live[request.request_id]
+            self._executor.forget(request.request_id)
             if live.text is not None and request.status is not RequestStatus.FAILED:
                 live.piece += live.text.flush()
         text, live.piece = live.piece, ""
-        return RequestOutput.of(request, first_token, text)
+        return RequestOutput.of(request, first_token, text, metrics)
 
     def _compile(self, request: Request) -> RequestExits | None:
         """Exits of a request, after a check that the request can run."""
@@ -282,9 +345,14 @@ class Engine:
         if wrong := [token for token in request.prompt_token_ids if not 0 <= token < size]:
             raise OfframpError(f"the prompt holds token {wrong[0]}, outside the vocabulary of {size}.")
         request.sampling.check_vocabulary(size)
+        self._constraints.start(request)
         if self._tokenizer is None and request.sampling.stop:
             raise OfframpError("stop strings need a tokenizer, and this engine has none; give stop_token_ids.")
         self._scheduler.check(request)
+        static = request.exits.static_layer
+        exits = self.checkpoint.exits.layers
+        if static is not None and static not in exits:
+            raise OfframpError(f"static_layer {static} is no exit of this model; its exits are at {list(exits)}.")
         policy = exit_policy(request.exits, self.checkpoint.policy)
         return None if policy is None else self._rules.compile(policy)
 

@@ -1,19 +1,24 @@
-"""The exit test: which decode rows are sure at an exit. Policies differ between the requests of one batch.
+"""The exit test: which rows are sure at an exit. Policies differ between the requests of one batch.
 
-Legend: M decode rows, N rows tested, D model, V vocabulary (or a shortlist of it).
+Decisions are made on the host, where the executor needs them, so they are numpy arrays; what is measured are tensors.
+
+Legend: I requests of one iteration, N rows tested, D model, V vocabulary (or a shortlist of it).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offramp.common.exits.confidence import confidence
+from offramp.common.exits.confidence import confidence, cosine
 from offramp.common.exits.policy import ExitPolicy, Measure
+from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.linear import PackedLinear
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.request import Request
@@ -24,6 +29,9 @@ _NEVER = 1.0
 _MAX_RULES = 8
 
 
+Mask = npt.NDArray[np.bool_]
+
+
 @dataclass(frozen=True, eq=False)
 class ExitRule:
     """How confidence is computed. Requests with the same measure and shortlist share one rule and are tested at once.
@@ -32,10 +40,13 @@ class ExitRule:
         measure: confidence measure.
         heads: exit layer -> D -> V; the rows of that exit's unembedding which the measure looks at, the very
             `PackedExit.unembed` if it is all of them. Empty for `cosine`, which looks at states.
+        may_say: [vocabulary] bool, the shortlist: a row that is sure stays inside if its best token of all is outside.
+            None: any token may be said.
     """
 
     measure: Measure
     heads: dict[int, PackedLinear]
+    may_say: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +56,20 @@ class RequestExits:
     Attributes:
         policy: thresholds.
         rule: measure and shortlist of it, compiled.
+        levels: what the confidence must exceed at each early exit of the model, as long as it does not change; None if
+            it does (`ExitPolicy.decay`).
     """
 
     policy: ExitPolicy
     rule: ExitRule
+    levels: tuple[float, ...] | None
 
-    def thresholds(self, request: Request, layers: Sequence[int]) -> list[float]:
-        """What the confidence of the request's next token must exceed at each of `layers`."""
-        step, max_steps = len(request.output_token_ids), request.sampling.max_tokens
+    def thresholds(self, request: Request, layers: Sequence[int]) -> Sequence[float]:
+        """What the confidence of the request's next token must exceed at each of `layers`, the model's early exits."""
+        if self.levels is not None:
+            return self.levels
+        # Drafts count: they are what the token would be said after.
+        step, max_steps = request.num_tokens - request.num_prompt_tokens, request.sampling.max_tokens
         return [self.policy.threshold(layer, step, max_steps) for layer in layers]
 
 
@@ -76,11 +93,21 @@ class ExitRules:
         key = (policy.measure, policy.shortlist)
         rule = self._rules.get(key)
         if rule is None:
-            rule = self._rules[key] = ExitRule(policy.measure, self._heads(policy, layers))
+            rule = self._rules[key] = ExitRule(policy.measure, self._heads(policy, layers), self._may_say(policy))
             if len(self._rules) > _MAX_RULES:
                 self._rules.popitem(last=False)
         self._rules.move_to_end(key)
-        return RequestExits(policy, rule)
+        constant = policy.decay is None
+        return RequestExits(
+            policy, rule, tuple(policy.threshold(layer, 0, 1) for layer in layers) if constant else None
+        )
+
+    def _may_say(self, policy: ExitPolicy) -> Tensor | None:
+        if policy.shortlist is None or policy.measure == "cosine":
+            return None
+        may_say = torch.zeros(self._model.config.vocab_size, dtype=torch.bool)
+        may_say[list(policy.shortlist)] = True
+        return may_say
 
     def _heads(self, policy: ExitPolicy, layers: Sequence[int]) -> dict[int, PackedLinear]:
         exits = self._model.exits
@@ -99,87 +126,163 @@ class ExitRules:
         return heads
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Rows of one test that were measured in the same way, and what of it can be used again if they leave.
+
+    Attributes:
+        places: [n] which of the tested rows.
+        state: [n, D] what the exit's unembedding reads; None if the measure needs none.
+        head: best tokens of the whole vocabulary; None if not computed.
+        logits: [n, V] fp32 of the whole vocabulary; None if not computed.
+    """
+
+    places: npt.NDArray[np.intp]
+    state: Tensor | None = None
+    head: HeadOutput | None = None
+    logits: Tensor | None = None
+
+    def select(self, wanted: Mask) -> Scored | None:
+        """The part whose rows are `wanted` [rows tested], renumbered as places among these; None if it is empty."""
+        mine = wanted[self.places]
+        if not mine.any():
+            return None
+        places = (np.cumsum(wanted) - 1)[self.places[mine]]
+        if mine.all():
+            return Scored(places, self.state, self.head, self.logits)
+        index = torch.from_numpy(np.flatnonzero(mine))
+        return Scored(
+            places,
+            None if self.state is None else self.state[index],
+            None if self.head is None else self.head.select(index),
+            None if self.logits is None else self.logits[index],
+        )
+
+
 class IterationExits:
-    """Exits of the decode rows of one iteration.
+    """Exits that the newest rows of one iteration's requests may take, and how sure they have become.
 
     Attributes:
         layers: exit layers at which some row is tested, ascending.
-        eligible: [M] bool, rows that are tested at some exit.
+        asked: [I] requests whose newest row is tested at some exit.
+        sure: [I] of them, those whose confidence exceeded a threshold in this pass.
+        confidence: [I] what was measured last, float64; NaN if nothing.
     """
 
-    def __init__(self, model: PackedModel, requests: Sequence[Request], exits: Sequence[RequestExits | None]) -> None:
+    def __init__(
+        self,
+        model: PackedModel,
+        requests: Sequence[Request],
+        exits: Sequence[RequestExits | None],
+        needs_logits: Mask,
+    ) -> None:
         """Collect thresholds.
 
         Args:
             model: whose exits.
-            requests: of the decode rows, [M].
-            exits: which exits each may take, [M].
+            requests: I.
+            exits: which exits the newest row of each may take; None takes none.
+            needs_logits: [I] whose next token takes more than the largest logit.
         """
-        self._model = model
+        self._needs_logits = needs_logits
+        self._unembeds = {layer: point.unembed for layer, point in model.exits.items()}
         candidates = [layer for layer in model.exits if layer != model.config.num_layers]
         never = [_NEVER] * len(candidates)
-        thresholds = torch.tensor(
+        # A confidence is compared as the Python float that naive generation compares.
+        levels = np.array(
             [
                 never if allowed is None else allowed.thresholds(request, candidates)
                 for request, allowed in zip(requests, exits, strict=True)
             ],
-            # A confidence is compared as the Python float that naive generation compares.
-            dtype=torch.float64,
-        ).view(len(requests), len(candidates))
-        used = thresholds < _NEVER
-        self.eligible = used.any(dim=1)
-        by_exit = used.any(dim=0).tolist()
+            dtype=np.float64,
+        ).reshape(len(requests), len(candidates))
+        used = levels < _NEVER
+        self.asked: Mask = np.logical_or.reduce(used, axis=1)
+        by_exit: list[bool] = np.logical_or.reduce(used, axis=0).tolist()
         self.layers = [layer for layer, is_used in zip(candidates, by_exit, strict=True) if is_used]
-        self._thresholds = dict(zip(candidates, thresholds.unbind(1), strict=True))
-        rules = [None if allowed is None else allowed.rule for allowed in exits]
-        self._rules = list(dict.fromkeys(rule for rule in rules if rule is not None))
-        self._rule_numbers: Tensor | None = None
-        if len(self._rules) > 1:
-            numbers = {rule: number for number, rule in enumerate(self._rules)}
-            self._rule_numbers = torch.tensor([-1 if rule is None else numbers[rule] for rule in rules])
+        self._levels = dict(zip(candidates, levels.T, strict=True))
+        self._lowest = np.array([0 if allowed is None else allowed.policy.min_layer for allowed in exits])
+        self._exits = exits
+        self._rules = list(dict.fromkeys(allowed.rule for allowed in exits if allowed is not None))
+        numbers = {rule: number for number, rule in enumerate(self._rules)}
+        self._rule_numbers = np.array([-1 if allowed is None else numbers[allowed.rule] for allowed in exits])
+        self.sure: Mask = np.zeros(len(requests), dtype=np.bool_)
+        self.confidence = np.full(len(requests), np.nan)
 
-    def is_tested(self, layer: int) -> Tensor:
-        """Rows with a threshold at `layer`, [M] bool."""
-        return self._thresholds[layer] < _NEVER
+    def is_tested(self, layer: int) -> Mask:
+        """[I] requests with a threshold at `layer` that are not sure yet."""
+        return (self._levels[layer] < _NEVER) & ~self.sure
 
-    @property
-    def needs_states(self) -> bool:
-        """Whether some measure looks at logits, which need the exit head's state."""
-        return any(rule.measure != "cosine" for rule in self._rules)
+    def may_leave(self, layer: int) -> Mask:
+        """[I] requests whose minimum layer is not above `layer`."""
+        return self._lowest <= layer
+
+    def may_say(self, item: int) -> Tensor | None:
+        """The shortlist of a request; see `ExitRule`."""
+        allowed = self._exits[item]
+        return None if allowed is None else allowed.rule.may_say
 
     def test(
-        self, layer: int, rows: Tensor, x: Tensor, previous: Tensor, state: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Whether rows are sure at an exit.
+        self,
+        layer: int,
+        items: npt.NDArray[np.intp],
+        x: Tensor,
+        previous: Tensor,
+        exit_state: Callable[[npt.NDArray[np.intp]], Tensor],
+    ) -> list[Scored]:
+        """Measure rows at an exit; `sure` and `confidence` of their requests are set.
 
         Args:
             layer: exit layer.
-            rows: [N] which decode rows are tested.
+            items: [N] whose newest rows they are.
             x: [N, D] their states after the layer.
             previous: [N, D] their states before the layer.
-            state: [N, D] what the exit's unembedding reads; None unless `needs_states`.
+            exit_state: gives the states [n, D] that the exit's unembedding reads, for n of the N.
 
         Returns:
-            [N] bool; and the logits [N, V] over the whole vocabulary if they were computed for all rows.
+            All N rows, in parts.
         """
-        thresholds = self._thresholds[layer][rows]
-        if self._rule_numbers is None:
-            logits = self._logits(self._rules[0], layer, state)
-            sure = confidence(self._rules[0].measure, logits, x, previous).double() > thresholds
-            whole = logits is not None and self._rules[0].heads[layer] is self._model.exits[layer].unembed
-            return sure, logits if whole else None
-        numbers = self._rule_numbers[rows]
-        sure = torch.zeros(len(rows), dtype=torch.bool)
+        measured = np.empty(len(items))
+        scored: list[Scored] = []
+        numbers = self._rule_numbers[items]
         for number, rule in enumerate(self._rules):
-            mine = (numbers == number).nonzero()[:, 0]
-            if len(mine):
-                logits = self._logits(rule, layer, None if state is None else state[mine])
-                values = confidence(rule.measure, logits, x[mine], previous[mine])
-                sure[mine] = values.double() > thresholds[mine]
-        return sure, None
+            mine = np.flatnonzero(numbers == number)
+            if rule.measure in ("max_probability", "margin") and rule.may_say is None:
+                # A row goes one way or the other by its own needs, never by its neighbours'.
+                whole = self._needs_logits[items[mine]]
+                parts = [mine[whole], mine[~whole]]
+            else:
+                parts = [mine]
+            for part in parts:
+                if len(part):
+                    values, result = self._measure(rule, layer, part, items, x, previous, exit_state)
+                    measured[part] = values.numpy(force=True)
+                    scored.append(result)
+        self.confidence[items] = measured
+        self.sure[items] = measured > self._levels[layer][items]  # false for NaN
+        return scored
 
-    def _logits(self, rule: ExitRule, layer: int, state: Tensor | None) -> Tensor | None:
+    def _measure(
+        self,
+        rule: ExitRule,
+        layer: int,
+        part: npt.NDArray[np.intp],
+        items: npt.NDArray[np.intp],
+        x: Tensor,
+        previous: Tensor,
+        exit_state: Callable[[npt.NDArray[np.intp]], Tensor],
+    ) -> tuple[Tensor, Scored]:
+        """Confidences [n] of the rows `part`, and what else became known of them."""
         if rule.measure == "cosine":
-            return None
-        assert state is not None
-        return rule.heads[layer](state).float()
+            if len(part) < len(x):
+                index = torch.from_numpy(part)
+                x, previous = x[index], previous[index]
+            return cosine(x, previous), Scored(part)
+        state, head = exit_state(part), rule.heads[layer]
+        whole = head is self._unembeds[layer]
+        if rule.measure != "entropy" and not (whole and self._needs_logits[items[part[0]]]):
+            best = head.head(state)
+            values = best.margin if rule.measure == "margin" else best.max_probability
+            return values, Scored(part, state, best if whole else None)
+        logits = head(state).float()
+        return confidence(rule.measure, logits, x, previous), Scored(part, state, None, logits if whole else None)

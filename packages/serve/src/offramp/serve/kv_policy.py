@@ -1,39 +1,104 @@
-"""KV policies: where the keys and values of skipped layers come from.
+"""KV policies: where the keys and values of skipped layers come from, as small rules on rows.
 
-Upper layers of later tokens attend to a token that left early, so the slots it skipped must hold something. A policy
-says whether a request's rows may leave, and what happens to the cache when they do.
+Upper layers of later tokens attend to a token that left early, so the slots it skipped must hold something by then. A
+policy says which exits a request's rows may take or must take, what happens when they leave, and whether they come back
+in a later pass. The loop over segments is the executor's, and the same for all.
 
 Legend: N rows that leave, D model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Protocol
+
 from torch import Tensor
 
 from offramp.common.exits.policy import ExitPolicy
+from offramp.serve.kept_tokens import KeptTokens
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.rows import Rows
-from offramp.serve.request import ExitOptions
+from offramp.serve.request import ExitOptions, KVPolicy, Request
+from offramp.serve.scheduler_output import Phase, ScheduledRequest
+
+
+class LeaveRule(Protocol):
+    """What happens to rows that leave."""
+
+    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Sequence[str]) -> None:
+        """Deal with rows that leave.
+
+        Args:
+            layer: exit layer.
+            x: [N, D] their states after it.
+            rows: N.
+            owners: N, the ids of their requests; rows of one are neighbours, in order of position.
+        """
+        ...
+
+
+class Fill:
+    """`fill`: the skipped layers make keys and values from the exit state (saturated KV; CALM, section 3.2), at once.
+
+    Algorithm 1, lines 9 to 11. The same is defined for training and naive generation by `Layout.exit_depths`.
+    """
+
+    def __init__(self, model: PackedModel, cache: KVStorage) -> None:
+        self._model, self._cache = model, cache
+
+    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Sequence[str]) -> None:
+        """Write every cache layer after the exit."""
+        self._model.fill(layer, x, rows, self._cache)
+
+
+class Keep:
+    """`recompute`, `verify`: the states are kept until a pass of the same sequence goes deeper and takes them along.
+
+    EE-LLM (Chen et al. 2024, section 4) runs such tokens again from the first layer; here they go on where they
+    stopped.
+    """
+
+    def __init__(self, kept: KeptTokens) -> None:
+        self._kept = kept
+
+    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Sequence[str]) -> None:
+        """Put the rows away, request by request."""
+        start = 0
+        for owner, members in groupby(owners):
+            stop = start + sum(1 for _ in members)
+            self._kept.keep(owner, layer, rows.positions[start:stop], x[start:stop])
+            start = stop
+
+
+def abandon(layer: int, x: Tensor, rows: Rows, owners: Sequence[str]) -> None:
+    """`static`: every later row leaves at the same exit, so nothing above it is ever read."""
+
+
+def leave_rules(model: PackedModel, cache: KVStorage, kept: KeptTokens) -> Mapping[KVPolicy, LeaveRule]:
+    """The rule of every policy whose rows may leave."""
+    keep = Keep(kept)
+    return {"fill": Fill(model, cache), "recompute": keep, "verify": keep, "static": abandon}
 
 
 def exit_policy(options: ExitOptions, default: ExitPolicy | None) -> ExitPolicy | None:
-    """The exits that a request may take: its own policy, else the checkpoint's; None under `full`: it never leaves."""
-    if options.kv_policy == "full":
+    """The exits that a request may take where it is sure: its own policy, else the checkpoint's; None: no exit."""
+    if options.kv_policy in ("full", "static"):
         return None
     return default if options.policy is None else options.policy
 
 
-def fill(model: PackedModel, layer: int, x: Tensor, rows: Rows, cache: KVStorage) -> None:
-    """`fill`: the skipped layers make keys and values from the exit state (saturated KV; CALM, section 3.2), at once.
+def bound_layers(item: ScheduledRequest) -> Sequence[int] | None:
+    """For each row the layer at which it leaves whatever it is sure of; None if that is the last one for all rows."""
+    if item.exit_layers is not None:
+        return item.exit_layers
+    static = item.request.exits.static_layer
+    if static is not None and item.phase is Phase.DECODE:
+        return (static,) * item.num_tokens
+    return None
 
-    Algorithm 1, lines 9 to 11. The same is defined for training and naive generation by `Layout.exit_depths`.
 
-    Args:
-        model: weights.
-        layer: exit layer.
-        x: [N, D] states after it.
-        rows: the rows that leave.
-        cache: written at every cache layer after the exit.
-    """
-    model.fill(layer, x, rows, cache)
+def carries_on(request: Request) -> bool:
+    """Whether tokens that left early come back in later passes."""
+    return request.exits.kv_policy in ("recompute", "verify")

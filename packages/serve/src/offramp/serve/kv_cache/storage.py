@@ -8,6 +8,8 @@ Legend: C cache layers, N rows, K key/value heads, E head dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -58,3 +60,9 @@ class KVStorage:
     def write_layers(self, first: int, stop: int, slots: Tensor, keys_values: Tensor) -> None:
         """Store rows [stop - first, N, 2 * K * E] of the layers `first` .. `stop` - 1 at `slots` [N]."""
         self.data[first:stop].index_copy_(1, slots, keys_values)
+
+    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy blocks at all layers, (from, to), one after the other."""
+        size = self.block_size
+        for source, target in copies:
+            self.data[:, target * size : (target + 1) * size] = self.data[:, source * size : (source + 1) * size]

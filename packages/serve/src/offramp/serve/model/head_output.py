@@ -37,8 +37,8 @@ class HeadOutput:
         second = logits.topk(2, dim=-1).values[:, 1]
         return cls(token_ids, best, second, logits.logsumexp(dim=-1))
 
-    def select(self, index: Tensor) -> HeadOutput:
-        """The rows `index` [n]."""
+    def select(self, index: Tensor | slice) -> HeadOutput:
+        """Some of the rows."""
         return HeadOutput(self.token_ids[index], self.best[index], self.second[index], self.logsumexp[index])
 
     @property

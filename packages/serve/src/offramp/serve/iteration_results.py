@@ -1,0 +1,181 @@
+"""From what the executor computed to what each request gets: tokens chosen, drafted or judged.
+
+Whatever goes wrong for one request (logits that are not finite, a rule that raises) is that request's alone.
+
+Legend: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from offramp.serve.executor import Departure
+from offramp.serve.request import IterationResult, Request, SampledToken, TokenLogprobs
+from offramp.serve.sampler import Sample, SamplingState, prompt_logprobs, sample
+from offramp.serve.verification import Drafting, NoTokenError
+
+log = logging.getLogger(__name__)
+
+Fail = Callable[[str, str], object]
+"""Told the id of a request that cannot go on, and why."""
+
+
+class Voice:
+    """What has to be known of one request to choose its tokens.
+
+    Attributes:
+        sampling: settings, seed and counts.
+        drafting: `verify`: says and judges drafts; else None.
+    """
+
+    def __init__(self, sampling: SamplingState, num_layers: int) -> None:
+        """Begin before the first token of a model with `num_layers` layers."""
+        self.sampling = sampling
+        self.drafting = Drafting(sampling, num_layers) if sampling.request.exits.kv_policy == "verify" else None
+
+    @property
+    def request(self) -> Request:
+        """Whose voice."""
+        return self.sampling.request
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the next iteration's tokens take more than the largest raw logits."""
+        return self.sampling.needs_logits if self.drafting is None else self.drafting.needs_logits
+
+
+class IterationResults:
+    """Collects one iteration's results, request by request.
+
+    Attributes:
+        by_id: request id -> what it got.
+    """
+
+    def __init__(self, voices: Sequence[Voice], num_layers: int, fail: Fail) -> None:
+        """Start with nothing.
+
+        Args:
+            voices: of the iteration's requests.
+            num_layers: L.
+            fail: told of requests that cannot go on.
+        """
+        self._voices = voices
+        self._num_layers = num_layers
+        self._fail = fail
+        self._prompts: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
+        self._failed: set[int] = set()
+        self.by_id: dict[str, IterationResult] = {}
+
+    def add_prompt(self, item: int, start: int, logits: Tensor) -> None:
+        """Take in the logits [N, V] of rows of a prompt from position `start` on (`executor.PromptLogits`)."""
+        request = self._voices[item].request
+        number = request.sampling.prompt_logprobs
+        assert number is not None
+        tokens = request.prompt_token_ids[start + 1 : start + 1 + len(logits)]
+        self._prompts[item] += prompt_logprobs(logits, tokens, number)
+
+    def add(self, departures: Iterable[Departure]) -> None:
+        """Choose the tokens of all rows that predict one."""
+        for departure in departures:
+            plain: list[int] = []
+            own: dict[int, list[int]] = {}  # rows of requests that draft and judge
+            for place, item in enumerate(departure.items):
+                if self._is_plain(item, departure.exit_layer):
+                    plain.append(place)
+                else:
+                    own.setdefault(item, []).append(place)
+            self._choose(departure, plain)
+            for item, places in own.items():
+                try:
+                    self._draft_or_judge(departure, item, places)
+                except Exception as fault:
+                    self._end(item, fault, departure.exit_layer)
+        for item, parts in self._prompts.items():
+            if item not in self._failed:
+                request_id = self._voices[item].request.request_id
+                result = self.by_id.get(request_id, IterationResult())
+                self.by_id[request_id] = replace(result, prompt_logprobs=tuple(parts))
+
+    def _is_plain(self, item: int, layer: int) -> bool:
+        """Whether a row's token is handed out as it is chosen."""
+        drafting = self._voices[item].drafting
+        # The first token, which the prompt's last row says, and one after which no draft waits.
+        return drafting is None or (layer == self._num_layers and not self._voices[item].request.drafts)
+
+    def _end(self, item: int, fault: Exception, layer: int) -> None:
+        voice = self._voices[item]
+        request_id = voice.request.request_id
+        self._failed.add(item)
+        if not isinstance(fault, NoTokenError):
+            log.error("request %s failed", request_id, exc_info=fault)
+            self._fail(request_id, f"no token can be chosen: {type(fault).__name__}: {fault}")
+        else:
+            self._fail(
+                request_id,
+                voice.sampling.fault
+                or f"the logits at layer {layer} are not finite, so no token can be chosen; the weights are damaged or "
+                "too large for the engine's dtype",
+            )
+
+    def _choose(self, departure: Departure, places: Sequence[int]) -> None:
+        """The next tokens of rows of different requests."""
+        if not places:
+            return
+        if departure.head is not None:
+            is_sound = departure.head.best.isfinite().tolist()
+            token_ids = departure.head.token_ids.tolist()
+            for place in places:
+                self._take(departure, place, Sample(token_ids[place], None) if is_sound[place] else None)
+            return
+        assert departure.logits is not None
+        logits = departure.logits if len(places) == len(departure.items) else departure.logits[places]
+        states = [self._voices[departure.items[place]].sampling for place in places]
+        try:
+            chosen = sample(logits, states)
+        except Exception as fault:
+            if len(places) == 1:
+                self._end(departure.items[places[0]], fault, departure.exit_layer)
+            else:  # one of them is at fault
+                for place in places:
+                    self._choose(departure, [place])
+            return
+        for place, one in zip(places, chosen, strict=True):
+            self._take(departure, place, one)
+
+    def _take(self, departure: Departure, place: int, chosen: Sample | None) -> None:
+        item, layer = departure.items[place], departure.exit_layer
+        if chosen is None:
+            self._end(item, NoTokenError(), layer)
+            return
+        token = SampledToken(chosen.token_id, layer, departure.confidence[place], chosen.logprobs)
+        self.by_id[self._voices[item].request.request_id] = IterationResult((token,))
+
+    def _draft_or_judge(self, departure: Departure, item: int, places: Sequence[int]) -> None:
+        """A token said by an early exit, to be judged later; or drafts that the full model has read now."""
+        voice, layer = self._voices[item], departure.exit_layer
+        drafting, head, logits = voice.drafting, departure.head, departure.logits
+        assert drafting is not None
+        choices: list[int] = []
+        if head is not None:
+            index = torch.tensor(places)
+            if not bool(head.best[index].isfinite().all()):
+                raise NoTokenError
+            choices = head.token_ids[index].tolist()
+        if layer == self._num_layers:
+            assert len(places) == len(voice.request.drafts) + 1, "every draft has a row, and the newest token"
+            tokens = drafting.judge_choices(choices) if logits is None else drafting.judge(logits[places])
+            self.by_id[voice.request.request_id] = IterationResult(tokens)
+            return
+        (place,) = places
+        confidence = departure.confidence[place]
+        if logits is None:
+            draft = SampledToken(choices[0], layer, confidence)
+        else:
+            draft = drafting.say(logits[place], layer, confidence)
+        self.by_id[voice.request.request_id] = IterationResult(draft=draft)
