@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -16,13 +16,15 @@ from tqdm import tqdm
 from offramp.common.errors import OfframpError
 from offramp.common.exits.policy import Measure
 from offramp.serve.cli.engine_options import add_engine_options, engine_settings
+from offramp.serve.cli.probe_report import probe_json, probe_table
 from offramp.serve.config import EngineConfig
 from offramp.serve.exit_options import ExitWishes, exit_options
-from offramp.serve.request import Constraint, KVPolicy, RequestOutput, SamplingParams
+from offramp.serve.request import Constraint, ExitOptions, KVPolicy, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:  # importing these takes seconds, and `--help` needs none of them
     from offramp.serve.engine import Engine
     from offramp.serve.offline import Completion
+    from offramp.serve.probe import PositionReading
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +55,8 @@ def main(argv: list[str]) -> int:
     from offramp.serve.engine import Engine
     from offramp.serve.offline import generate
 
-    print(f"Loading {options.directory} ...", file=sys.stderr, flush=True)
+    weights = sum(file.stat().st_size for file in options.directory.glob("*.safetensors"))
+    print(f"Loading {options.directory}, {weights / 1e6:,.0f} MB of weights ...", file=sys.stderr, flush=True)
     engine = Engine.from_checkpoint(options.directory, config)
     exits = exit_options(_wishes(options), engine.checkpoint.exits.layers, engine.checkpoint.policy, _flag)
     prompts = [_encode(engine, prompt) for prompt in asked]
@@ -63,14 +66,37 @@ def main(argv: list[str]) -> int:
             bar.update(len(output.new_token_ids))
 
         completions = generate(engine, prompts, sampling, exits, n=options.n, on_output=advance)
-    for completion in completions:
-        line = json.dumps(_to_json(completion, options.logprobs is not None), ensure_ascii=False)
-        print(line if options.json else completion.text, flush=True)
+    for index, completion in enumerate(completions):
+        row = _to_json(completion, options.logprobs is not None)
+        if options.probe:
+            readings = engine.probe(
+                [*prompts[index // options.n], *completion.token_ids], options.probe_top, exits.policy
+            )
+            if options.json:
+                row["probe"] = probe_json(readings, _decoder(engine))
+            else:
+                print(_probe_table(engine, readings, completion, exits), file=sys.stderr)
+        print(json.dumps(row, ensure_ascii=False) if options.json else completion.text, flush=True)
     print(depth_summary(completions, engine.checkpoint.config.num_layers), file=sys.stderr)
     failed = [completion.error for completion in completions if completion.error is not None]
     if failed:
         raise OfframpError(f"{len(failed)} of {len(completions)} texts failed, the first one because {failed[0]}")
     return 0
+
+
+def _decoder(engine: Engine) -> Callable[[int], str]:
+    tokenizer = engine.tokenizer
+    return lambda token: str(tokenizer.decode([token]))
+
+
+def _probe_table(
+    engine: Engine, readings: Sequence[PositionReading], completion: Completion, exits: ExitOptions
+) -> str:
+    policy = None if exits.kv_policy in ("full", "static") else exits.policy or engine.checkpoint.policy
+    # The first token of the text was said after the last one of the prompt.
+    first = len(readings) - len(completion.token_ids) - 1
+    said_at = dict(enumerate(completion.exit_layers, start=first))
+    return probe_table(readings, _decoder(engine), None if policy is None else policy.measure, said_at)
 
 
 def _wishes(options: argparse.Namespace) -> ExitWishes:
@@ -128,6 +154,15 @@ def _parser() -> argparse.ArgumentParser:
         "--json",
         action="store_true",
         help="one line per text, in the order of the prompts: text, token_ids, exit_layers, finish_reason, usage",
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="also show what every exit says at every position of prompt and text, run at full depth: a table on "
+        "standard error, or with --json the field probe",
+    )
+    parser.add_argument(
+        "--probe-top", type=int, default=3, metavar="K", help="--probe: tokens for each exit (default: %(default)s)"
     )
     _add_sampling(parser.add_argument_group("sampling"))
     _add_depth(parser.add_argument_group("depth"))

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from tqdm import tqdm
+
 from offramp.common.errors import OfframpError
 from offramp.serve.cli.engine_options import add_engine_options, engine_settings
 from offramp.serve.model_source import default_cache, resolve_model
@@ -63,7 +65,8 @@ def main(argv: list[str]) -> int:
                     name = options.name or _name_of(options.source)
                     version = options.version or "1.0"
                     folder = archive(source, store / name, name=name, version=version, engine=settings)
-                    _serve(folder, options)
+                    with _faults_name(source, folder / CHECKPOINT):
+                        _serve(folder, options)
         except (_Stop, KeyboardInterrupt):
             print("Stopped.", file=sys.stderr)
     return 0
@@ -78,7 +81,9 @@ def _serve(folder: Path, options: argparse.Namespace) -> None:
         weights = sum(file.stat().st_size for file in (folder / CHECKPOINT).glob("*.safetensors"))
         _say(f"Starting TorchServe with Java {server.java_version}, loading {weights / 1e6:,.0f} MB of weights ...")
         server.start()
-        server.wait_until_ready(options.ready_timeout)
+        # How far the worker has come is not known here, but that it is at work can be seen.
+        with tqdm(desc="Loading", bar_format="{desc} for {elapsed}", leave=False, disable=None, file=sys.stderr) as bar:
+            server.wait_until_ready(options.ready_timeout, on_wait=bar.refresh)
         _say(f"Ready after {time.monotonic() - began:.1f} s: {server.name} {server.version}, log {server.log}")
         example = {"model": server.name, "prompt": "Once upon a time", "max_tokens": 32}
         print(
@@ -119,6 +124,15 @@ def _scratch_store(checkpoint: Path) -> Iterator[Path]:
         store = tempfile.TemporaryDirectory(prefix="offramp-store-")
     with store as path:
         yield Path(path)
+
+
+@contextmanager
+def _faults_name(source: Path, copy: Path) -> Iterator[None]:
+    """Lets a fault in a checkpoint name the place that the user knows, not the copy that is gone afterwards."""
+    try:
+        yield
+    except OfframpError as fault:
+        raise OfframpError(str(fault).replace(str(copy.resolve()), str(source))) from fault
 
 
 @contextmanager

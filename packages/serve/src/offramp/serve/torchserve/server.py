@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -155,8 +156,12 @@ class TorchServe:
                 start_new_session=True,  # a Ctrl-C in the terminal is ours alone, and the group can be ended whole
             )
 
-    def wait_until_ready(self, timeout_s: float = 600.0) -> None:
+    def wait_until_ready(self, timeout_s: float = 600.0, on_wait: Callable[[], object] = lambda: None) -> None:
         """Waits until a token has really been generated.
+
+        Args:
+            timeout_s: Longest wait.
+            on_wait: Called several times a second, to show that something is going on.
 
         Raises:
             OfframpError: The server ended, its worker could not load the model, or it took too long.
@@ -166,6 +171,7 @@ class TorchServe:
             self._raise_if_failed()
             if time.monotonic() > deadline:
                 raise OfframpError(f"TorchServe was not ready after {timeout_s:g} s; its log is {self.log}.")
+            on_wait()
             time.sleep(0.1)
         prompt = {"model": self.name, "prompt": [0], "max_tokens": 1, "temperature": 0}
         path = f"/predictions/{self.name}/{self.version}/v1/completions"
