@@ -175,11 +175,12 @@ def test_fill_writes_what_each_layer_would_make_of_the_exit_state(kind: dict[str
     rows = build_rows([scheduled([3, 4, 5, 6, 7], first_block=1)], packed.row_context(MAX_MODEL_LEN, 4))
     x = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0))
     packed.fill(1, x, rows, caches[0])
-    above = [packed.layers[1], packed.exits[2].block, *packed.layers[2:]]
-    for layer in above:
-        if layer is not None:
-            layer.write(x, rows, caches[1])
-    first = packed.layers[1].cache_layer
+    for index in range(1, config.num_layers):
+        packed.layers.write(index, x, rows, caches[1])
+    block = packed.exits[2].block
+    if block is not None:
+        block.write(x, rows, caches[1])
+    first = packed.exits[1].next_cache_layer
     assert packed.num_cache_layers - first == (4 if head == "block" else 3)
     written = [cache.data[:, rows.slots] for cache in caches]
     torch.testing.assert_close(written[0][first:], written[1][first:], rtol=1e-5, atol=1e-5)

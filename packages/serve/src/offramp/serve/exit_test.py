@@ -121,7 +121,7 @@ class ExitRules:
         for layer in layers:
             weight = exits[layer].unembedding
             if weight.data_ptr() not in shared:
-                shared[weight.data_ptr()] = PackedLinear(weight[tokens], pack=exits[layer].unembed.is_packed)
+                shared[weight.data_ptr()] = self._model.linear(weight[tokens])
             heads[layer] = shared[weight.data_ptr()]
         return heads
 

@@ -1,0 +1,31 @@
+"""Weights of a block as the engine lays them out: linear maps with one input as one map, and norms folded into them.
+
+Legend: D model, O output features, K key/value heads, E head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from offramp.common.model.block import Block
+
+
+def stacked(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weights [O, D] and biases [O] of linear maps with one input, as of one map."""
+    weights = [linear.weight.detach() for linear in linears]
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    assert len(biases) in (0, len(linears))
+    if len(linears) == 1:
+        return weights[0], biases[0] if biases else None
+    return torch.cat(weights), torch.cat(biases) if biases else None
+
+
+def fill_weights(block: Block) -> tuple[Tensor, Tensor | None]:
+    """Weight [2 * K * E, D] and bias of a block's keys and values, for states that are normed without a weight.
+
+    All layers above an exit see the same state there, and their input norms differ only by a weight vector. With that
+    folded in, one product with the stacked weights of many layers *fills* them all.
+    """
+    weight, bias = stacked(block.self_attn.k_proj, block.self_attn.v_proj)
+    return (weight.float() * block.input_layernorm.weight.detach().float()).to(weight.dtype), bias
