@@ -136,8 +136,10 @@ class LogitProcessors:
             rows, token_ids = self._ruled_out.index(device)
             is_real = token_ids < logits.shape[-1]  # a stop token may be one that the model does not have
             logits[rows[is_real], token_ids[is_real]] = -torch.inf
+        nothing = torch.tensor(-torch.inf, device=device)
         for row, is_allowed in self._masks.items():
-            logits[row].masked_fill_(torch.from_numpy(~is_allowed).to(device), -torch.inf)
+            mask = torch.from_numpy(is_allowed).to(device)
+            logits[row] = torch.where(mask, logits[row], nothing)
         return logits
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offramp.serve.constraint import ConstraintState
 from offramp.serve.distribution import ONE, Distribution, draw, mass
 from offramp.serve.draws import Purpose, fresh_seed, uniform
 from offramp.serve.logit_processors import LogitProcessors, TokenCounts
@@ -47,13 +48,21 @@ class SamplingState:
         seed: its own, or a fresh one.
     """
 
-    def __init__(self, request: Request) -> None:
-        """Begin before the first token."""
+    def __init__(self, request: Request, constraint: ConstraintState | None = None) -> None:
+        """Begin before the first token.
+
+        Args:
+            request: not yet run.
+            constraint: `Constraints.start(request)`, for this request alone.
+        """
         params = request.sampling
+        assert (params.constraint is None) == (constraint is None), "a constraint and its state belong together"
         self.request = request
         self.seed = fresh_seed() if params.seed is None else params.seed
         self._counts = TokenCounts(request.prompt_token_ids) if params.has_penalties else None
-        self._read: list[int] = []  # generated tokens that the counts know
+        self._constraint = constraint
+        self._readers = [reader for reader in (self._counts, constraint) if reader is not None]
+        self._read: list[int] = []  # generated tokens that the readers know
         self._num_final = 0  # of these, the first ones that are output and not drafts
 
     @property
@@ -69,9 +78,14 @@ class SamplingState:
             not params.is_greedy
             or params.logprobs is not None
             or bool(params.logit_bias)
-            or self._counts is not None
+            or bool(self._readers)
             or self.next_index < params.min_tokens
         )
+
+    @property
+    def fault(self) -> str | None:
+        """Why the last row had no token to choose, if the reason is the request's constraint; one sentence."""
+        return None if self._constraint is None else self._constraint.fault
 
     def uniform(self, index: int, purpose: Purpose) -> float:
         """The number in [0, 1) for the output token `index`."""
@@ -80,16 +94,19 @@ class SamplingState:
     def process(self, processors: LogitProcessors, row: int, index: int) -> None:
         """Ask for what the settings do to the logits of a row that predicts the output token `index`."""
         params = self.request.sampling
+        if self._readers:
+            self._seek(index)
         if self._counts is not None:
-            self._seek(self._counts, index)
             processors.penalize(row, params, self._counts)
         if params.logit_bias:
             processors.bias(row, params.logit_bias)
         if index < params.min_tokens and self.request.stop_ids:
             processors.rule_out(row, self.request.stop_ids)
+        if self._constraint is not None:
+            processors.allow_only(row, self._constraint.allowed())
 
-    def _seek(self, counts: TokenCounts, index: int) -> None:
-        """Let the counts know exactly the first `index` generated tokens."""
+    def _seek(self, index: int) -> None:
+        """Let the readers know exactly the first `index` generated tokens."""
         output, drafts = self.request.output_token_ids, self.request.drafts
         assert index <= len(output) + len(drafts), f"token {index} comes after one that nobody has said"
         known = min(self._num_final, index)
@@ -99,11 +116,13 @@ class SamplingState:
                 break
             known += 1
         for token in reversed(self._read[known:]):
-            counts.remove(token)
+            for reader in self._readers:
+                reader.remove(token)
         del self._read[known:]
         for place in range(known, index):
             token = output[place] if place < len(output) else drafts[place - len(output)].token_id
-            counts.add(token)
+            for reader in self._readers:
+                reader.add(token)
             self._read.append(token)
         self._num_final = min(len(output), index)
 

@@ -1,0 +1,157 @@
+"""Answers in a given language: JSON, a JSON schema, a regular expression. llguidance says which tokens may come next.
+
+Every token is masked that cannot continue the text, and the tokens that end it wherever the text is not complete. So an
+answer that ends by itself is in the language, and one that is cut off by `max_tokens` is the beginning of one that is.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import llguidance.hf
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from offramp.common.errors import OfframpError
+from offramp.serve.request import Constraint, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NUM_KEPT = 64  # compiled grammars; many requests share a few
+
+# How much work a grammar may be is the library's default; its messages are to be short.
+_LIMITS = LLParserLimits(verbose_errors=False)
+
+# JSON allows any amount of it, and a small model that may go on with blanks for ever sometimes does.
+_JSON_BLANKS = r"\r?\n[ \t]{0,40}| "
+
+
+class ConstraintState:
+    """How far the answer of one request has come in its language.
+
+    Attributes:
+        fault: why no token may follow, one sentence; None if one may.
+    """
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, vocab_size: int, stop_ids: frozenset[int]) -> None:
+        """Begin with an empty answer; the matcher is this state's alone."""
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._stop_ids = stop_ids
+        self._can_stop = [token for token in stop_ids if token < vocab_size]
+        self._not_text = [token for token in (*tokenizer.eos_tokens, *self._can_stop) if token < vocab_size]
+        self._bits = np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)
+        self._num_beyond = 0  # of the newest tokens: stop tokens, and whatever comes after the language is left
+        self.fault: str | None = None
+
+    def add(self, token_id: int) -> None:
+        """The answer grows by a token."""
+        is_text = self._num_beyond == 0 and token_id not in self._stop_ids
+        if not (is_text and self._matcher.try_consume_tokens([token_id]) == 1):
+            self._num_beyond += 1
+
+    def remove(self, token_id: int) -> None:
+        """The answer loses its newest token."""
+        if self._num_beyond:
+            self._num_beyond -= 1
+        else:
+            self._matcher.rollback(1)
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Which tokens may come next, [V]; a new array."""
+        self.fault = None
+        allowed = np.zeros(self._vocab_size, dtype=bool)
+        if self._num_beyond:
+            # Only after drafts that are judged together: what follows one that ends the answer, or that the full model
+            # cannot agree with, is asked for and thrown away.
+            allowed[:] = True
+            return allowed
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        if self._matcher.is_error():
+            self.fault = f"the constraint cannot be followed any further: {_reason(self._matcher.get_error())}"
+            return allowed
+        found = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: len(allowed)]
+        allowed[: len(found)] = found
+        # The library knows one way to end; a request may have several, and stop tokens that are text elsewhere.
+        allowed[self._not_text] = False
+        if self._matcher.is_accepting():
+            allowed[self._can_stop] = True
+        if not allowed.any():
+            self.fault = "no token of the vocabulary continues the answer within its constraint"
+        return allowed
+
+
+class Constraints:
+    """Compiles languages for one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
+        """Nothing is done until the first request with a constraint, which then costs about a second more.
+
+        Args:
+            tokenizer: of the model; None refuses every constraint.
+            vocab_size: V of the model's logits.
+        """
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._compile: Callable[[Constraint], LLMatcher] = functools.lru_cache(_NUM_KEPT)(self._compile_anew)
+
+    def start(self, request: Request) -> ConstraintState | None:
+        """The state of a new request; None if it may say anything.
+
+        Raises:
+            OfframpError: its language cannot be compiled, or needs what this model does not have.
+        """
+        constraint = request.sampling.constraint
+        if constraint is None:
+            return None
+        if not any(token < self._vocab_size for token in request.stop_ids):
+            raise OfframpError(
+                "a constraint needs a token that ends the answer, and the model names none; give stop_token_ids."
+            )
+        matcher = self._compile(constraint).deep_copy()
+        return ConstraintState(matcher, self._vocabulary, self._vocab_size, request.stop_ids)
+
+    @functools.cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        """What the library knows of the tokens: their bytes."""
+        from transformers import PreTrainedTokenizerFast
+
+        if self._tokenizer is None:
+            raise OfframpError("a constraint needs a tokenizer, and this engine has none; leave it out.")
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            raise OfframpError("a constraint needs a fast tokenizer, and this model's is slow; add a tokenizer.json.")
+        return llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=max(self._vocab_size, len(self._tokenizer)))
+
+    def _compile_anew(self, constraint: Constraint) -> LLMatcher:
+        tokenizer, name = self._vocabulary, constraint.kind.replace("_", " ")
+        try:
+            matcher = LLMatcher(tokenizer, _grammar(constraint), log_level=0, limits=_LIMITS)
+        except ValueError as fault:
+            raise OfframpError(f"the {name} cannot be read: {_reason(str(fault))}.") from None
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some are found too large only now
+        if matcher.is_error():
+            raise OfframpError(f"the {name} cannot be followed: {_reason(matcher.get_error())}.")
+        return matcher
+
+
+def _grammar(constraint: Constraint) -> str:
+    if constraint.kind == "regex":
+        return LLMatcher.grammar_from_regex(constraint.grammar)
+    schema = constraint.grammar or '{"type": "object"}'
+    if not schema.lstrip().startswith("{"):
+        raise OfframpError(f"a JSON schema is an object, {{...}}, and this is {schema[:40]!r}.")
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _JSON_BLANKS})
+
+
+def _reason(message: str) -> str:
+    """What is to be said of a message that goes on for many lines: its last `error: ...`, or else its beginning."""
+    message = message.partition("<state>")[0]
+    _, _, error = message.rpartition("error: ")
+    return error.strip().partition("\n")[0].rstrip(". ")
