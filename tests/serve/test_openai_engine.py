@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.tiny import tiny_checkpoint
+from offramp.common.checkpoint import load_checkpoint
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.config import EngineConfig
@@ -23,18 +27,23 @@ COMPLETIONS, CHAT = "v1/completions", "v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    directory = tiny_checkpoint(
-        tmp_path_factory.mktemp("openai") / "model", ExitConfig((1, 2), "norm"), ExitPolicy("margin", {1: 0.3, 2: 0.3})
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("openai") / "model"
+    return tiny_checkpoint(path, ExitConfig((1, 2), "norm"), ExitPolicy("margin", {1: 0.3, 2: 0.3}))
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Engine:
+    return Engine.from_checkpoint(
+        directory, EngineConfig(block_size=4, num_blocks=256, max_num_seqs=8, max_tokens_per_iteration=32)
     )
-    return Engine.from_checkpoint(directory, EngineConfig(block_size=4, num_blocks=256, max_num_seqs=8))
 
 
 @pytest.fixture(scope="module")
 def service(engine: Engine) -> Iterator[OpenAIService]:
     thread = EngineThread(engine, max_requests=16)
     card = ModelCard.of(engine.checkpoint, name="m", version="1", max_model_len=256, cache_tokens=engine.cache_tokens)
-    yield OpenAIService(thread, engine.tokenizer, card)
+    yield OpenAIService(thread, engine.tokenizer, card, engine.check)
     thread.close()
 
 
@@ -64,7 +73,7 @@ def texts(answer: dict[str, Any]) -> list[str]:
 
 
 def refusal(service: OpenAIService, **fields: Any) -> dict[str, Any]:
-    reply = service.open(COMPLETIONS, json.dumps({"model": "m", "prompt": "a", **fields}).encode(), "refused")
+    reply = service.open(COMPLETIONS, json.dumps({"model": "m", "prompt": "a"} | fields).encode(), "refused")
     assert isinstance(reply, Complete), reply
     assert reply.status == 400
     return json.loads(reply.body)["error"]
@@ -107,3 +116,92 @@ def test_an_answer_has_min_tokens_whatever_would_end_it(service: OpenAIService) 
     assert (ended["usage"]["completion_tokens"], ended["choices"][0]["finish_reason"]) == (1, "stop")
     later = ask(service, **asked, min_tokens=5, ignore_eos=True)
     assert (later["usage"]["completion_tokens"], later["choices"][0]["finish_reason"]) == (6, "stop")
+
+
+def test_confidences_are_above_the_thresholds(service: OpenAIService) -> None:
+    told = ask(
+        service,
+        prompt="one",
+        max_tokens=32,
+        temperature=0,
+        ignore_eos=True,
+        offramp={"return_exit_layers": True, "return_confidences": True},
+    )["choices"][0]["offramp"]
+    pairs = list(zip(told["exit_layers"], told["confidences"], strict=True))
+    assert {layer for layer, _ in pairs} > {4}, "some tokens leave early and some do not"
+    assert all(confidence is None if layer == 4 else confidence > 0.3 for layer, confidence in pairs)
+
+
+def test_an_echo_judges_the_prompt_as_the_model_does(service: OpenAIService, directory: Path) -> None:
+    prompt = [5, 80, 81, 200, 77, 9]
+    model = load_checkpoint(directory).model
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([prompt])).logits[4][0].log_softmax(dim=-1)
+    expected = [logprobs[index, token].item() for index, token in enumerate(prompt[1:])]
+    for max_tokens in (0, 1):
+        asked = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": max_tokens, "temperature": 0}
+        for answer in (ask(service, **asked)["choices"], [e["choices"][0] for e in ask(service, **asked, stream=True)]):
+            columns = answer[0]["logprobs"]
+            assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
+            assert columns["token_logprobs"][1:6] == pytest.approx(expected, abs=1e-4)
+            assert [max(top.values()) for top in columns["top_logprobs"][1:6]] == pytest.approx(
+                logprobs[:5].amax(dim=-1).tolist(), abs=1e-4
+            )
+            assert sum(len(choice["logprobs"]["tokens"]) for choice in answer if choice["logprobs"]) == 6 + max_tokens
+            assert answer[-1]["finish_reason"] == "length"
+
+
+def test_an_echo_does_not_depend_on_what_the_cache_knows(service: OpenAIService) -> None:
+    asked = {"prompt": [5, 80, 81, 200, 77, 9] * 4, "max_tokens": 0, "echo": True, "logprobs": 0}
+    first, second = (ask(service, **asked)["choices"][0]["logprobs"] for _ in range(2))
+    assert first == second
+    assert len(first["tokens"]) == 24
+
+
+def test_the_answer_is_in_the_language_that_was_asked_for(service: OpenAIService) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"]}
+    wrapped = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {**schema, "additionalProperties": False}},
+    }
+    answer = ask(service, CHAT, n=4, seed=1, max_tokens=100, temperature=1.5, response_format=wrapped)
+    for choice, text in zip(answer["choices"], texts(answer), strict=True):
+        assert json.loads(text)["a"] in ("yes", "no")
+        assert choice["finish_reason"] == "stop"
+    answer = ask(service, prompt="a", n=4, seed=1, max_tokens=20, structured_outputs={"regex": "[abc]{3}x"})
+    assert all(re.fullmatch("[abc]{3}x", text) for text in texts(answer))
+    text = texts(ask(service, CHAT, seed=1, max_tokens=100, response_format={"type": "json_object"}))[0]
+    assert text.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "colour"}}}},
+            "response_format",
+        ),
+        ({"offramp": {"kv_policy": "recompute", "max_pending": 40}, "max_tokens": 100}, "offramp.max_pending"),
+        ({"max_tokens": 100, "n": 2, "prompt": [5] * 200}, "prompt"),
+    ],
+)
+def test_what_the_engine_can_never_do_is_400_at_once(
+    service: OpenAIService, fields: dict[str, Any], param: str
+) -> None:
+    assert refusal(service, **fields)["param"] == param
+
+
+def test_kv_policies_keep_what_they_promise(service: OpenAIService) -> None:
+    asked = {"prompt": "one", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+    def run(**options: Any) -> dict[str, Any]:
+        return ask(service, **asked, offramp={"return_exit_layers": True, **options})["choices"][0]
+
+    full, verify, static = run(kv_policy="full"), run(kv_policy="verify"), run(kv_policy="static", exit_layer=2)
+    assert full["offramp"]["mean_layers"] == 4
+    assert verify["text"] == full["text"], "the full model's answer"
+    assert verify["offramp"]["mean_layers"] < 4, "though exits said some of it"
+    assert static["offramp"]["exit_layers"] == [4] + [2] * 23
+    pending = run(kv_policy="recompute", threshold=-1.0, max_pending=3)
+    assert pending["offramp"]["exit_layers"] == [4, *[1, 1, 1, 4] * 5, 1, 1, 1]

@@ -200,8 +200,21 @@ class Engine:
         return self._executor.stats
 
     def check(self, request: Request) -> None:
-        """Raise `OfframpError` if this engine can never run a request."""
-        self._compile(request)
+        """Raise `OfframpError` if this engine can never run a request. Any thread may call it, at any time."""
+        size = self.checkpoint.config.vocab_size
+        if wrong := [token for token in request.prompt_token_ids if not 0 <= token < size]:
+            raise OfframpError(f"the prompt holds token {wrong[0]}, outside the vocabulary of {size}.")
+        request.sampling.check_vocabulary(size)
+        self._constraints.start(request)
+        if self._tokenizer is None and request.sampling.stop:
+            raise OfframpError("stop strings need a tokenizer, and this engine has none; give stop_token_ids.")
+        self._scheduler.check(request)
+        static, exits = request.exits.static_layer, self.checkpoint.exits.layers
+        if static is not None and static not in exits:
+            raise OfframpError(f"static_layer {static} is no exit of this model; its exits are at {list(exits)}.")
+        policy = exit_policy(request.exits, self.checkpoint.policy)
+        if policy is not None:
+            policy.check(exits, size)
 
     def add_request(self, request: Request) -> None:
         """Take a request in.
@@ -210,6 +223,7 @@ class Engine:
             QueueFullError: too many requests wait; later it may be accepted.
             OfframpError: the request can never run here, or its id is in use.
         """
+        self.check(request)
         exits, constraint = self._compile(request), self._constraints.start(request)
         self._scheduler.add(request)
         text = None if self._tokenizer is None else TextStream(cast(Decoder, self._tokenizer), request.sampling.stop)
@@ -340,19 +354,7 @@ class Engine:
         return RequestOutput.of(request, first_token, text, metrics)
 
     def _compile(self, request: Request) -> RequestExits | None:
-        """Exits of a request, after a check that the request can run."""
-        size = self.checkpoint.config.vocab_size
-        if wrong := [token for token in request.prompt_token_ids if not 0 <= token < size]:
-            raise OfframpError(f"the prompt holds token {wrong[0]}, outside the vocabulary of {size}.")
-        request.sampling.check_vocabulary(size)
-        self._constraints.start(request)
-        if self._tokenizer is None and request.sampling.stop:
-            raise OfframpError("stop strings need a tokenizer, and this engine has none; give stop_token_ids.")
-        self._scheduler.check(request)
-        static = request.exits.static_layer
-        exits = self.checkpoint.exits.layers
-        if static is not None and static not in exits:
-            raise OfframpError(f"static_layer {static} is no exit of this model; its exits are at {list(exits)}.")
+        """Exits of a request."""
         policy = exit_policy(request.exits, self.checkpoint.policy)
         return None if policy is None else self._rules.compile(policy)
 

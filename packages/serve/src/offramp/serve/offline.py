@@ -20,7 +20,6 @@ from offramp.serve.request import (
     TokenLogprobs,
     Usage,
 )
-from offramp.serve.support import check_supported
 
 Prompt = str | Sequence[int]
 """Text, encoded as the tokenizer encodes plain text (its own rule for BOS, once); or token ids, taken as they are."""
@@ -111,12 +110,11 @@ def generate(
         )
         for sequence in range(n)
     ]
-    for index, request in enumerate(requests):
+    for index, request in enumerate(requests[::n]):
         try:
-            check_supported(request)
             engine.check(request)
         except OfframpError as fault:
-            raise OfframpError(f"prompt {index // n}: {fault}" if len(prompts) > 1 else str(fault)) from None
+            raise OfframpError(f"prompt {index}: {fault}" if len(prompts) > 1 else str(fault)) from None
     completions = [Completion() for _ in requests]
     indices = {request.request_id: index for index, request in enumerate(requests)}
     waiting = iter(requests)

@@ -62,6 +62,15 @@ def sampling_params(
 
 
 def field_at_fault(error: OfframpError, body: GenerationBody) -> str | None:
-    """The field that an error of the engine's is about: its messages begin with the name of what is at fault."""
+    """The field that an error of the engine's is about, if that is known.
+
+    Its messages begin with the name of what is at fault; those about a language name the language.
+    """
     name = str(error).partition(" ")[0]
-    return name if name in type(body).model_fields else None
+    if name in type(body).model_fields:
+        return name
+    if name in type(body.offramp).model_fields:
+        return f"offramp.{name}"
+    if body.constraint is None:
+        return None
+    return "response_format" if body.structured_outputs is None else "structured_outputs"

@@ -22,7 +22,6 @@ from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.errors import PHRASES
 from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.request import RequestOutput
-from offramp.serve.support import check_supported
 from offramp.serve.torchserve import archive, worker_log
 from offramp.serve.torchserve.jobs import Job, Jobs, Piece
 from offramp.serve.torchserve.metrics import METRICS, EngineMetrics
@@ -104,7 +103,7 @@ class OfframpHandler:
             lease_s=settings.lease_s,
             on_iteration=after_iteration,
         )
-        service = OpenAIService(thread, engine.tokenizer, card, check_supported)
+        service = OpenAIService(thread, engine.tokenizer, card, engine.check)
         self._jobs = Jobs(service, thread, settings, totals.first_token, totals.finished)
         log.warning("Serving %s %s since %s", card.name, card.version, time.strftime("%H:%M:%S"))
 
