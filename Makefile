@@ -34,7 +34,7 @@ format: $(READY) ## Rewrite the code in the project's style
 	ruff check --fix .
 	ruff format .
 
-bench: $(READY) ## Measure the engine's speed beside transformers' generate
+bench: $(READY) ## Measure the engine's speed, and where its time goes (ARGS="--plan full" takes long)
 	@python benchmarks/run.py $(ARGS)
 
 lock: $(READY) ## Pin every dependency anew in constraints.txt (ARGS="mlflow" moves one)

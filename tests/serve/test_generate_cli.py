@@ -183,25 +183,3 @@ def test_a_model_without_exits_has_no_thresholds(tmp_path: Path, capsys: pytest.
     code, _, err = run(capsys, plain, "--prompt", "hello", "--threshold", "0.5")
     assert code == 1
     assert "has none" in err
-
-
-def test_bench_measures_every_contestant(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = [
-        "--batch",
-        "1,3",
-        "--prompt-tokens",
-        "4",
-        "--new-tokens",
-        "5",
-        "--repeat",
-        "2",
-        "--exit-at",
-        "1",
-        "--json",
-    ]
-    assert main(["bench", "engine", str(directory), *options, "--against", "transformers"]) == 0
-    found = rows(capsys.readouterr().out)
-    assert [(row["batch"], row["mean_layers"]) for row in found] == [
-        (batch, layers) for batch in (1, 3) for layers in (4, 4, 1, 1)
-    ]
-    assert all(isinstance(row["decode_tokens_per_s"], float) and row["decode_tokens_per_s"] > 0 for row in found)

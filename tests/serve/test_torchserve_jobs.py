@@ -11,9 +11,7 @@ from helpers.tiny import tiny_tokenizer
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.service import OpenAIService
-from offramp.serve.request import RequestOutput, Usage
 from offramp.serve.torchserve.jobs import Job, Jobs, Piece
-from offramp.serve.torchserve.metrics import EngineMetrics
 from offramp.serve.torchserve.settings import HandlerSettings
 
 CARD = ModelCard("m", "1.0", 1, 300, 4, (1, 2), None, frozenset(), 100_000, 100_000, run_id="abc")
@@ -211,32 +209,3 @@ def test_when_the_engine_dies_streams_hear_why_and_whole_answers_stay_open(front
     front.call()
     assert front.pieces["late"][0].status == 503
     assert b"on fire" in front.pieces["late"][0].body
-
-
-def test_metrics_are_summed_over_a_second_and_zeroed_when_idle() -> None:
-    now = [100.0]
-    emitted: list[tuple[str, float]] = []
-    metrics = EngineMetrics(lambda name, value: emitted.append((name, value)), clock=lambda: now[0])
-
-    def output(tokens: int, layers: int) -> RequestOutput:
-        return RequestOutput("r", (5,) * tokens, (layers,) * tokens, (), "", None, Usage(1, tokens))
-
-    metrics.observe([output(1, 4)], running=1, waiting=2)
-    assert dict(emitted) == {
-        "offramp_running_requests": 1,
-        "offramp_waiting_requests": 2,
-        "offramp_generated_tokens_total": 1,
-        "offramp_mean_layers": 4,
-    }
-    emitted.clear()
-    for _ in range(50):
-        now[0] += 0.01
-        metrics.observe([output(1, 1), output(1, 3)], running=2, waiting=0)
-    assert emitted == []
-    metrics.observe([], running=0, waiting=0)
-    assert dict(emitted) == {
-        "offramp_running_requests": 0,
-        "offramp_waiting_requests": 0,
-        "offramp_generated_tokens_total": 100,
-        "offramp_mean_layers": 2,
-    }

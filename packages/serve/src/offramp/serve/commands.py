@@ -20,7 +20,7 @@ serve = Command(
     step=51,
 )
 bench = Command(
-    summary="Measure decode speed at full depth and with early exits, beside transformers",
+    summary="Measure speed at full depth and with early exits, and where the time goes",
     main="offramp.serve.cli.bench:main",
     step=60,
 )

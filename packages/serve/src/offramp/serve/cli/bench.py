@@ -1,66 +1,102 @@
-"""`offramp bench`: how fast, how deep."""
+"""`offramp bench engine`: how fast, how deep, and where the time goes."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TypeVar, get_args
 
 from tqdm import tqdm
 
-from offramp.serve.config import Dtype
+from offramp.serve.config import Dtype, Kernels, SyncPolicy
+from offramp.serve.request import KVPolicy
 
-if TYPE_CHECKING:
-    from offramp.serve.bench import Result
+_T = TypeVar("_T")
+_EARLY: tuple[KVPolicy, ...] = ("fill", "recompute", "verify")
 
 
 def main(argv: list[str]) -> int:
     """Runs the command with its arguments."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.plots and options.out is None:
+        parser.error("--plots needs --out, where the pictures go")
 
     import torch
 
-    from offramp.serve.bench import BenchPlan, run_bench
+    from offramp.serve.bench import plots, report
+    from offramp.serve.bench.measure import Measured, Note
+    from offramp.serve.bench.plan import Choices
+    from offramp.serve.bench.run import Bench, Settings
 
+    if options.plots:
+        plots.check_installed()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    plan = BenchPlan(
-        batches=tuple(options.batch),
+    choices = Choices(
+        batches=options.batch,
         prompt_tokens=options.prompt_tokens,
         new_tokens=options.new_tokens,
-        repetitions=options.repeat,
+        hard_shares=options.hard_share,
+        dtypes=options.dtype,
+        kernels=options.kernels,
+        kv_policies=options.kv_policy,
+        sync_policies=options.sync_policy,
+        thresholds=options.threshold,
         exit_at=options.exit_at,
-        against_transformers=options.against == "transformers",
+        static_layers=options.static_layer,
     )
+    settings = Settings(
+        repetitions=options.repeat,
+        prompts=options.prompts,
+        until_eos=options.until_eos,
+        transformers="transformers" in options.against,
+        assistant_layers=options.assistant_layers,
+        peers=dict(options.peer),
+    )
+    bench = Bench(options.directory, options.plan, choices, settings)
+    facts = report.machine()
     if not options.json:
         print(
-            f"{options.directory}: decode tokens/s, prompts of {plan.prompt_tokens} tokens, {plan.new_tokens} new, "
-            f"median (lowest..highest) of {plan.repetitions} runs taken in turn; torch {torch.__version__}, "
-            f"{torch.get_num_threads()} threads",
+            f"{options.directory}: tokens/s while all sequences decode, median (lowest..highest) of "
+            f"{settings.repetitions} runs taken in turn; {facts['cpu']}, {facts['threads']} threads, "
+            f"torch {facts['torch']}",
             flush=True,
         )
-    with tqdm(total=len(options.dtype) * len(plan.batches), unit="batch size", delay=1, file=sys.stderr) as bar:
-        for dtype in options.dtype:
-            baselines: dict[int, float] = {}
-            for result in run_bench(options.directory, dtype, plan):
-                if result.batch not in baselines:
-                    baselines[result.batch] = result.median
-                    bar.update()
+    results: list[Measured] = []
+    notes: list[Note] = []
+    count = sum(len(experiment.workloads) for experiment in bench.experiments)
+    with tqdm(total=count, unit="workload", delay=1, file=sys.stderr) as bar:
+        for experiment in bench.experiments:
+            of_experiment: list[Measured] = []
+            for found in bench.run(experiment):
+                bar.update()
                 bar.clear()
-                line = json.dumps(result.to_json()) if options.json else _line(result, baselines[result.batch])
-                print(line, flush=True)
-    return 0
-
-
-def _line(result: Result, baseline: float) -> str:
-    """One line of the table; `baseline` is the rate of the batch size's first line."""
-    layers = "" if result.mean_layers is None else f", {result.mean_layers:.1f} layers per token"
-    return (
-        f"{result.dtype:9} batch {result.batch:3}  {result.contestant:34} {result.median:8.1f} "
-        f"({min(result.rates):.1f}..{max(result.rates):.1f})  x{result.median / baseline:.2f}{layers}"
-    )
+                measured = [one for one in found if isinstance(one, Measured)]
+                missing = [one for one in found if isinstance(one, Note)]
+                of_experiment += measured
+                notes += missing
+                if options.json:
+                    texts = [json.dumps(one.to_json()) for one in measured]
+                    print(*(report.note_line(note) for note in missing), sep="\n", end="", file=sys.stderr)
+                else:
+                    texts = [report.header(measured[0])] if measured else []
+                    texts += [line for one in measured for line in report.lines(one, measured[0])]
+                    texts += [report.note_line(note) for note in missing]
+                for text in texts:
+                    print(text, flush=True)
+            results += of_experiment
+            if options.out is not None:
+                # After every experiment: what is measured is not lost with what comes after.
+                report.write(options.out, results, notes, facts)
+                if options.plots:
+                    plots.draw(options.out, experiment, of_experiment)
+    if options.out is not None:
+        print(f"Results are in {options.out}", file=sys.stderr)
+    return 0 if results else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,28 +104,115 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_subparsers(required=True, metavar="WHAT")
     engine = what.add_parser(
         "engine",
-        help="decode speed, at full depth and with early exits",
-        description="Measure decode tokens per second at full depth and with early exits, with each sync policy.",
+        help="speed at full depth and with early exits, and where the time goes",
+        description="Measure the whole engine (scheduler, layers, sampler, detokeniser): decode and prefill speed, "
+        "latency, depth, time by part, and the speed-up of early exits beside what it could be. Options that take "
+        "several values take them with commas; every combination is measured.",
     )
     engine.add_argument("directory", type=Path, help="a checkpoint directory, or a plain Hugging Face one")
-    engine.add_argument("--batch", type=_counts, default=[1, 8, 32], metavar="N,...", help="(default: 1,8,32)")
-    engine.add_argument("--prompt-tokens", type=_count, default=128, metavar="N", help="(default: %(default)s)")
     engine.add_argument(
-        "--new-tokens", type=_several, default=64, metavar="N", help="at least 2 (default: %(default)s)"
+        "--plan",
+        choices=("quick", "full"),
+        default="quick",
+        help="quick: all combinations of the options; full: one thing varied after the other, the options being the "
+        "place to vary from (default: %(default)s)",
     )
-    engine.add_argument("--dtype", type=_dtypes, default=["fp32"], metavar="fp32,bf16", help="(default: fp32)")
-    engine.add_argument("--repeat", type=_count, default=3, metavar="R", help="(default: %(default)s)")
-    engine.add_argument("--threads", type=_count, metavar="N", help="CPU threads (default: torch's choice)")
-    engine.add_argument(
+    work = engine.add_argument_group("what is asked")
+    work.add_argument("--batch", type=_list(_count), default=(1, 8, 32), metavar="N,...", help="(default: 1,8,32)")
+    work.add_argument("--prompt-tokens", type=_list(_count), default=(128,), metavar="N,...", help="(default: 128)")
+    work.add_argument(
+        "--new-tokens", type=_list(_several), default=(64,), metavar="N,...", help="at least 2 (default: 64)"
+    )
+    work.add_argument(
+        "--hard-share",
+        type=_list(_share),
+        default=(0.0,),
+        metavar="X,...",
+        help="share of the sequences that run at full depth whatever the rest does (default: 0)",
+    )
+    work.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='lines of JSON with a "prompt" each (.jsonl), taken as they are; any other file is one text to cut '
+        "prompts from (default: random tokens, which say nothing about early exits)",
+    )
+    work.add_argument("--until-eos", action="store_true", help="let sequences end where the model ends them")
+    engine_group = engine.add_argument_group("the engine's variants; full depth is always one of them")
+    engine_group.add_argument(
+        "--dtype", type=_list(_one_of(get_args(Dtype))), default=("fp32",), metavar="fp32,bf16", help="(default: fp32)"
+    )
+    engine_group.add_argument(
+        "--kernels",
+        type=_list(_one_of(get_args(Kernels))),
+        default=("auto",),
+        metavar="NAME,...",
+        help="(default: auto)",
+    )
+    engine_group.add_argument(
+        "--kv-policy",
+        type=_list(_one_of(_EARLY)),
+        default=("fill",),
+        metavar="NAME,...",
+        help=f"some of {', '.join(_EARLY)} (default: fill)",
+    )
+    engine_group.add_argument(
+        "--sync-policy",
+        type=_list(_one_of(get_args(SyncPolicy))),
+        default=("regroup", "all"),
+        metavar="NAME,...",
+        help="(default: regroup,all)",
+    )
+    engine_group.add_argument(
+        "--threshold",
+        type=_list(_threshold),
+        default=(None,),
+        metavar="X,...",
+        help="one threshold for all exits; `own` is the checkpoint's (default: own)",
+    )
+    engine_group.add_argument(
         "--exit-at",
         type=_count,
         metavar="LAYER",
         help="let every token leave at this exit, for the most that exits can give; a plain model is given one there "
         "(default: the checkpoint's policy)",
     )
-    engine.add_argument("--against", choices=("transformers",), help="also measure generate() of transformers")
-    engine.add_argument("--json", action="store_true", help="one line for each contestant and batch size")
+    engine_group.add_argument(
+        "--static-layer",
+        type=_list(_count),
+        default=(),
+        metavar="LAYER,...",
+        help="also measure a fixed depth: every generated token runs so many layers and nothing is ever filled",
+    )
+    beside = engine.add_argument_group("beside it")
+    beside.add_argument(
+        "--against", type=_list(_one_of(("transformers",))), default=(), metavar="transformers", help="generate() of it"
+    )
+    beside.add_argument(
+        "--assistant-layers",
+        type=_count,
+        metavar="LAYER",
+        help="generate() of transformers with assistant_early_exit at this layer; one sequence only",
+    )
+    beside.add_argument(
+        "--peer",
+        type=_peer,
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="another engine, by the command of its worker; see benchmarks/peers",
+    )
+    how = engine.add_argument_group("how")
+    how.add_argument("--repeat", type=_count, default=3, metavar="R", help="(default: %(default)s)")
+    how.add_argument("--threads", type=_count, metavar="N", help="CPU threads of everybody (default: torch's choice)")
+    how.add_argument("--json", action="store_true", help="print one line of JSON for each contestant and workload")
+    how.add_argument("--out", type=Path, metavar="DIR", help="write results.csv and results.jsonl there")
+    how.add_argument("--plots", action="store_true", help="draw pictures into --out; needs matplotlib")
     return parser
+
+
+def _list(item: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
+    return lambda text: tuple(item(part) for part in text.split(","))
 
 
 def _count(text: str) -> int:
@@ -110,12 +233,35 @@ def _several(text: str) -> int:
     return value
 
 
-def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def _dtypes(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in get_args(Dtype)]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(get_args(Dtype))}")
-    return names
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; give a number from 0 to 1")
+    return value
+
+
+def _threshold(text: str) -> float | None:
+    return None if text == "own" else _number(text)
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
+    def name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return name
+
+
+def _peer(text: str) -> tuple[str, str]:
+    name, equals, command = text.partition("=")
+    if not name or not equals or not command.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=COMMAND")
+    return name, command

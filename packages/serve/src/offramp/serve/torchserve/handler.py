@@ -24,7 +24,7 @@ from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.request import RequestOutput
 from offramp.serve.torchserve import archive, worker_log
 from offramp.serve.torchserve.jobs import Job, Jobs, Piece
-from offramp.serve.torchserve.metrics import METRICS, EngineMetrics
+from offramp.serve.torchserve.metrics import METRICS, MetricsReporter
 from offramp.serve.torchserve.settings import HandlerSettings
 from offramp.serve.torchserve.worker_report import WorkerReport
 
@@ -88,7 +88,7 @@ class OfframpHandler:
             name: context.metrics.add_metric_to_cache(name, unit, ["model_name"], MetricTypes[kind])
             for name, (kind, unit) in METRICS.items()
         }
-        totals = EngineMetrics(lambda name, value: metrics[name].add_or_update(value, labels))
+        totals = MetricsReporter(lambda name, value: metrics[name].add_or_update(value, labels), engine.metrics)
 
         def after_iteration(outputs: Sequence[RequestOutput]) -> None:
             self._jobs.wake()

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import copy
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from offramp.serve.iteration_clock import PARTS
+from offramp.serve.metrics import EngineMetrics, Totals
 from offramp.serve.request import RequestOutput
 
 Kind = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
 METRICS: dict[str, tuple[Kind, str]] = {
     "offramp_generated_tokens_total": ("COUNTER", "count"),
+    "offramp_prefill_tokens_total": ("COUNTER", "count"),
+    "offramp_prefix_hit_tokens_total": ("COUNTER", "count"),
+    "offramp_preemptions_total": ("COUNTER", "count"),
+    "offramp_iterations_total": ("COUNTER", "count"),
+    **{f"offramp_{part}_seconds_total": ("COUNTER", "seconds") for part in PARTS},
     "offramp_running_requests": ("GAUGE", "count"),
     "offramp_waiting_requests": ("GAUGE", "count"),
     "offramp_mean_layers": ("GAUGE", "count"),
+    "offramp_live_blocks": ("GAUGE", "count"),
+    "offramp_cached_blocks": ("GAUGE", "count"),
+    "offramp_free_blocks": ("GAUGE", "count"),
     # Seconds: the histogram's buckets are Prometheus' defaults, 0.005 to 10.
+    "offramp_queue_seconds": ("HISTOGRAM", "seconds"),
     "offramp_first_token_seconds": ("HISTOGRAM", "seconds"),
+    "offramp_inter_token_seconds": ("HISTOGRAM", "seconds"),
     "offramp_request_seconds": ("HISTOGRAM", "seconds"),
 }
-"""Every metric's kind and unit by its name."""
+"""Every metric's kind and unit by its name. The seconds by part are what an iteration's time went into, so that their
+rates say where the engine is busy; `offramp_inter_token_seconds` takes each request's mean."""
 
 
-class EngineMetrics:
-    """Adds up what the engine does and emits it once per period, and when it goes idle.
+class MetricsReporter:
+    """Emits what the engine has added up once per period, and when it goes idle.
 
     Args:
         emit: Takes a name of `METRICS` and a value (of a counter, what has been added).
+        engine: The engine's own sums.
         period_s: Seconds between two emissions.
         clock: Seconds.
     """
@@ -33,18 +49,19 @@ class EngineMetrics:
     def __init__(
         self,
         emit: Callable[[str, float], None],
+        engine: EngineMetrics,
         period_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._emit = emit
+        self._engine = engine
         self._period_s = period_s
         self._clock = clock
         self._emitted_at = -period_s
-        self._num_tokens = 0
-        self._num_layers = 0
+        self._emitted = Totals()
 
     def observe(self, outputs: Sequence[RequestOutput], running: int, waiting: int) -> None:
-        """Takes in an iteration.
+        """Takes in an iteration. Called in the engine's thread, whose sums are read.
 
         Args:
             outputs: What it gave.
@@ -52,8 +69,11 @@ class EngineMetrics:
             waiting: Requests that have not.
         """
         for output in outputs:
-            self._num_tokens += len(output.new_token_ids)
-            self._num_layers += sum(output.exit_layers)
+            if output.metrics is not None:
+                if output.metrics.queue_s is not None:
+                    self._emit("offramp_queue_seconds", output.metrics.queue_s)
+                if gaps := output.metrics.inter_token_s:
+                    self._emit("offramp_inter_token_seconds", statistics.fmean(gaps))
         now = self._clock()
         idle = not running and not waiting
         if now - self._emitted_at < self._period_s and not idle:
@@ -61,10 +81,8 @@ class EngineMetrics:
         self._emitted_at = now
         self._emit("offramp_running_requests", running)
         self._emit("offramp_waiting_requests", waiting)
-        if self._num_tokens:
-            self._emit("offramp_generated_tokens_total", self._num_tokens)
-            self._emit("offramp_mean_layers", self._num_layers / self._num_tokens)
-        self._num_tokens = self._num_layers = 0
+        if self._engine.totals.iterations != self._emitted.iterations:
+            self._emit_sums()
 
     def first_token(self, seconds: float) -> None:
         """Takes in the time from a stream's arrival to its first content."""
@@ -73,3 +91,24 @@ class EngineMetrics:
     def finished(self, seconds: float) -> None:
         """Takes in the time from a request's arrival to its end."""
         self._emit("offramp_request_seconds", seconds)
+
+    def _emit_sums(self) -> None:
+        before, totals = self._emitted, self._engine.totals
+        self._emitted = copy.deepcopy(totals)
+        added = {
+            "offramp_generated_tokens_total": totals.new_tokens - before.new_tokens,
+            "offramp_prefill_tokens_total": totals.prefill_rows - before.prefill_rows,
+            "offramp_prefix_hit_tokens_total": totals.prefix_hit_tokens - before.prefix_hit_tokens,
+            "offramp_preemptions_total": totals.preemptions - before.preemptions,
+            "offramp_iterations_total": totals.iterations - before.iterations,
+            **{f"offramp_{part}_seconds_total": totals.parts[part] - before.parts[part] for part in PARTS},
+        }
+        for name, value in added.items():
+            if value:
+                self._emit(name, value)
+        if tokens := added["offramp_generated_tokens_total"]:
+            self._emit("offramp_mean_layers", (totals.token_layers - before.token_layers) / tokens)
+        after = self._engine.records[-1].after
+        self._emit("offramp_live_blocks", after.live_blocks)
+        self._emit("offramp_cached_blocks", after.cached_blocks)
+        self._emit("offramp_free_blocks", after.free_blocks)

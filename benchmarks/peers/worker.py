@@ -1,0 +1,56 @@
+"""How a peer answers: the process loads its engine once, then gives one line of JSON for each line of JSON.
+
+    <- {"ready": "vllm 0.32.0, bf16"}
+    -> {"prompts": [[1, 2, 3], [4, 5, 6]], "new_tokens": 64, "ignore_eos": true}
+    <- {"token_times": [[0.021, 0.030, ...], [0.021, 0.030, ...]]}      seconds since the request was read
+    <- {"error": "why there are none"}
+
+Standard library only: it runs in the peer's own environment, where nothing of Offramp is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Generate = Callable[[Sequence[Sequence[int]], int, bool], list[list[float]]]
+"""Greedy tokens for every prompt: (prompts, new tokens, ignore EOS) -> for each prompt, when each of its tokens came,
+as readings of `time.perf_counter`."""
+
+
+def serve(load: Callable[[argparse.Namespace], tuple[str, Generate]]) -> None:
+    """Answer standard input until it ends.
+
+    Args:
+        load: makes the engine from the options; what it is, and how it generates.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--max-batch", type=int, required=True)
+    parser.add_argument("--max-tokens", type=int, required=True, help="of one sequence, prompt and answer together")
+    options = parser.parse_args()
+    # Libraries print as they like; only answers may go to standard output.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def answer(**message: Any) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    what, generate = load(options)
+    answer(ready=what)
+    for line in sys.stdin:
+        request = json.loads(line)
+        start = time.perf_counter()
+        try:
+            times = generate(request["prompts"], request["new_tokens"], request["ignore_eos"])
+        except Exception as fault:  # the next question may go well
+            answer(error=f"{type(fault).__name__}: {fault}")
+        else:
+            answer(token_times=[[moment - start for moment in sequence] for sequence in times])
