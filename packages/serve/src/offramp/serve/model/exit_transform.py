@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from offramp.common.model.exit_head import Adapter, ExitHead
@@ -46,7 +46,7 @@ class ExitTransform:
         self._adapter = None if head.adapter is None else _PackedAdapter(head.adapter, eps, kernels)
         self._mlp_norm = _weight(head.mlp_norm)
         if head.mlp is not None:
-            self._gate_up = PackedLinear(*stacked(head.mlp.gate_proj, head.mlp.up_proj), kernels=kernels)
+            self._gated = _GatedLinear(*stacked(head.mlp.gate_proj, head.mlp.up_proj), kernels)
             self._down = PackedLinear(*stacked(head.mlp.down_proj), kernels=kernels)
         self._norm = _weight(head.norm)
 
@@ -55,7 +55,7 @@ class ExitTransform:
         if self._adapter is not None:
             x = self._adapter(x)
         elif self._mlp_norm is not None:
-            x = x + self._down(ops.gated_silu(self._gate_up(self._rms_norm(x, self._mlp_norm, self._eps))))
+            x = x + self._down(self._gated(self._rms_norm(x, self._mlp_norm, self._eps)))
         return x if self._norm is None else self._rms_norm(x, self._norm, self._eps)
 
 
@@ -63,16 +63,42 @@ class _PackedAdapter:
     def __init__(self, adapter: Adapter, eps: float, kernels: ChosenKernels) -> None:
         self._eps, self._rms_norm = eps, row_norm(kernels)
         self._norm = adapter.norm.weight.detach()
-        down = adapter.down_proj
-        self._down = None if down is None else PackedLinear(*stacked(down), kernels=kernels)
+        self._down: _GatedLinear | None = None
+        if adapter.down_proj is not None:
+            # SiLU by itself is a gate of something that is always one: no weight, and a bias of one.
+            weight = adapter.down_proj.weight.detach()
+            bias = torch.cat((weight.new_zeros(len(weight)), weight.new_ones(len(weight))))
+            self._down = _GatedLinear(torch.cat((weight, torch.zeros_like(weight))), bias, kernels)
         self._proj = PackedLinear(*stacked(adapter.proj), kernels=kernels)
 
     def __call__(self, x: Tensor) -> Tensor:
         normed = self._rms_norm(x, self._norm, self._eps)
         if self._down is not None:
-            normed = F.silu(self._down(normed))
+            normed = self._down(normed)
         scale = x.float().pow(2).mean(dim=-1, keepdim=True).add(self._eps).sqrt().to(x.dtype)
         return x + self._proj(normed) * scale
+
+
+class _GatedLinear:
+    """silu(gate) * up of one product: [N, I] -> [N, F]. Torch's SiLU rounds by where in a tensor an element lies."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: ChosenKernels) -> None:
+        """Pack a weight [2 * F, I] and a bias [2 * F], those of the gates first."""
+        self._features = len(weight) // 2
+        library = native_library() if kernels == "native" else None
+        self._native = None if library is None else library.ops.gated_linear.default
+        self._linear: PackedLinear | None = None
+        if library is None:
+            self._linear = PackedLinear(weight, bias, kernels=kernels)
+        else:
+            self._weight = library.ops.pack_linear(weight, True)
+            self._bias = None if bias is None else library.ops.pack_bias(bias, True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._native is not None:
+            return self._native(x, self._weight, self._bias, self._features)
+        assert self._linear is not None
+        return ops.gated_silu(self._linear(x))
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:
