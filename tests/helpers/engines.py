@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from offramp.common.checkpoint import Checkpoint
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
+from offramp.common.generation import generate
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve.config import EngineConfig
 from offramp.serve.engine import Engine
@@ -30,9 +32,32 @@ class Job:
     prompt: tuple[int, ...]
     max_tokens: int
     policy: ExitPolicy | None = None
+    kv_policy: KVPolicy = "fill"
+    max_pending: int = 8
+    static_layer: int | None = None
+
+    @property
+    def exits(self) -> ExitOptions:
+        if self.kv_policy != "static" and self.policy is None:
+            return ExitOptions("full")
+        return ExitOptions(self.kv_policy, self.policy, self.max_pending, self.static_layer)
+
+    def naive(self, model: MultiExitTransformer) -> tuple[list[int], list[int]]:
+        """What it comes to without cache or batch: tokens and exit layers."""
+        result = generate(
+            model,
+            self.prompt,
+            self.max_tokens,
+            kv_policy=self.exits.kv_policy,
+            policy=self.policy,
+            max_pending=self.max_pending,
+            static_layer=self.static_layer,
+            rope_length=MAX_MODEL_LEN,
+        )
+        return result.token_ids, result.exit_layers
 
     def request(self, request_id: str) -> Request:
-        exits = ExitOptions("full") if self.policy is None else ExitOptions(policy=self.policy)
+        exits = self.exits
         return Request(request_id, self.prompt, SamplingParams(max_tokens=self.max_tokens, temperature=0), exits)
 
 

@@ -12,7 +12,6 @@ from helpers.tiny import tiny_model
 from offramp.common.exits.confidence import confidence
 from offramp.common.exits.config import ExitConfig, HeadKind
 from offramp.common.exits.policy import ExitPolicy
-from offramp.common.generation import generate
 from offramp.common.model.attention import Layout
 from offramp.common.model.transformer import MultiExitTransformer
 
@@ -49,14 +48,9 @@ POLICIES = [
 ]
 
 
-def naive(model: MultiExitTransformer, job: Job) -> tuple[list[int], list[int]]:
-    result = generate(model, job.prompt, job.max_tokens, policy=job.policy, rope_length=MAX_MODEL_LEN)
-    return result.token_ids, result.exit_layers
-
-
 def check(model: MultiExitTransformer, seed: int) -> None:
     jobs = random_jobs(POLICIES, seed)
-    expected = [naive(model, job) for job in jobs]
+    expected = [job.naive(model) for job in jobs]
     assert {layer for _, layers in expected for layer in layers} == {1, 2, 3, 4}, "the example takes every exit"
     # 4 seats for 9 requests, prompts in chunks of at most 8 tokens, arrivals in between: they come and go.
     batched = make_engine(model, max_num_seqs=4, max_tokens_per_iteration=8)
