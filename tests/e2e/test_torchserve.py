@@ -21,7 +21,7 @@ import openai
 import psutil
 import pytest
 
-from helpers.tiny import VOCAB_SIZE, tiny_checkpoint
+from helpers.tiny import EOS_ID, VOCAB_SIZE, tiny_checkpoint
 from offramp.common.cli import main
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
@@ -49,7 +49,7 @@ class Served:
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.base_url, api_key=API_KEY, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=self.base_url, api_key=API_KEY, max_retries=0, timeout=120)
 
     def log(self) -> str:
         return (self.run_folder / "server.log").read_text()
@@ -176,6 +176,58 @@ def test_chat_streamed_and_not(served: Served) -> None:
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert streamed == whole.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+
+
+def test_several_choices_of_several_prompts(served: Served) -> None:
+    asked = {"model": NAME, "prompt": ["a", "b"], "n": 2, "seed": 3, "max_tokens": 20}
+    whole = served.client.completions.create(**asked)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    texts = [choice.text for choice in whole.choices]
+    assert len(set(texts)) == 4
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 80
+    streamed = dict.fromkeys(range(4), "")
+    for chunk in served.client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert list(streamed.values()) == texts
+    best = served.client.completions.create(**{**asked, "prompt": "a", "n": 1}, best_of=2)
+    assert best.choices[0].text in texts[:2]
+
+
+def test_an_echo_judges_the_prompt(served: Served) -> None:
+    asked = {"model": NAME, "prompt": SECRET, "echo": True, "logprobs": 1, "temperature": 0}
+    [choice] = served.client.completions.create(**asked, max_tokens=0).choices
+    assert choice.text == SECRET
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    first, *others = choice.logprobs.token_logprobs
+    assert first is None
+    assert all(logprob <= 0 for logprob in others)
+    longer = served.client.completions.create(**asked, max_tokens=1).choices[0].logprobs
+    assert longer is not None
+    assert longer.token_logprobs is not None
+    assert longer.token_logprobs[1:-1] == others
+
+
+def test_an_answer_follows_the_schema(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    asked = {"model": NAME, "messages": [{"role": "user", "content": SECRET}], "max_tokens": 100}
+    answer = served.client.chat.completions.create(
+        **asked,
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+        extra_body={"stop_token_ids": [EOS_ID], "top_k": 50},
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert isinstance(json.loads(answer.choices[0].message.content or "")["a"], bool)
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.client.chat.completions.create(**asked, extra_body={"structured_outputs": {"regex": "("}})
+    assert caught.value.param == "structured_outputs"
 
 
 def test_exit_layers(served: Served) -> None:
