@@ -183,3 +183,37 @@ def test_a_model_without_exits_has_no_thresholds(tmp_path: Path, capsys: pytest.
     code, _, err = run(capsys, plain, "--prompt", "hello", "--threshold", "0.5")
     assert code == 1
     assert "has none" in err
+
+
+def test_a_probe_shows_every_exit_and_changes_nothing(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [directory, "--prompt", "hello", "--max-tokens", "6", "--n", "2", "--json"]
+    _, plain, _ = run(capsys, *options)
+    code, out, _ = run(capsys, *options, "--probe", "--probe-top", "2")
+    assert code == 0
+    for row, before in zip(rows(out), rows(plain), strict=True):
+        probe = row.pop("probe")
+        assert row == before
+        text = [one["token_id"] for one in probe]
+        assert text[-6:] == row["token_ids"]
+        assert [one["position"] for one in probe] == list(range(len(text)))
+        for one in probe:
+            assert list(one["exits"]) == ["1", "2", "4"]
+            for layer, reading in one["exits"].items():
+                assert len(reading["top"]) == 2
+                assert set(reading["top"][0]) == {"token_id", "token", "probability"}
+                assert set(reading["confidence"]) == {"max_probability", "margin", "entropy", "cosine"}
+                assert reading["tested"] == (None if layer == "4" else reading["confidence"]["margin"])
+        # The first token comes from the prompt at full depth, where the probe and the engine read the same.
+        assert probe[-7]["exits"]["4"]["top"][0]["token_id"] == row["token_ids"][0]
+
+
+def test_a_probe_is_a_table_for_people(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [directory, "--prompt", "hello", "--max-tokens", "5", "--threshold", "-2", "--measure", "cosine"]
+    _, plain, _ = run(capsys, *options)
+    code, out, err = run(capsys, *options, "--probe")
+    assert code == 0
+    assert out == plain
+    assert "its cosine" in err
+    table = [line for line in err.splitlines() if " layer " in line and line.startswith("   ")]
+    marked = [line.split()[2] for line in table if line.startswith("   *")]
+    assert marked == ["4", "1", "1", "1", "1"]
