@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-# OpenAI's is "as much as fits". Here the cache reserves room for it, so a few idle chats would keep all others out.
+# OpenAI's is "as much as fits". A small model that does not find its end would fill the context every time.
 DEFAULT_CHAT_TOKENS = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
