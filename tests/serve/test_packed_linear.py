@@ -31,7 +31,7 @@ def test_packed_equals_plain(dtype: torch.dtype, inputs: int, outputs: int, rows
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     # bf16 sums in fp32 and rounds the result once.
     tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-5
-    for layer in (PackedLinear(weight, bias), PackedLinear(weight, bias, pack=False)):
+    for layer in (PackedLinear(weight, bias, kernels="packed"), PackedLinear(weight, bias, kernels="plain")):
         y = layer(x)
         assert y.dtype == dtype
         torch.testing.assert_close(y.double(), exact, rtol=tolerance, atol=1e-4)
@@ -46,8 +46,8 @@ def test_without_the_private_operators_the_plain_layout_is_used(
 
     monkeypatch.setattr(linear, "_pack", missing)
     can_pack.cache_clear()
-    layer = PackedLinear(torch.eye(4, dtype=dtype))
-    assert not layer.is_packed
+    layer = PackedLinear(torch.eye(4, dtype=dtype), kernels="packed")
+    assert layer.kernels == "plain"
     assert torch.equal(layer(torch.ones(2, 4, dtype=dtype)), torch.ones(2, 4, dtype=dtype))
 
 

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "amx.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -25,7 +26,7 @@ inline namespace OFFRAMP_ISA {
 
 // ---- packing --------------------------------------------------------------------------------------------------------
 
-// Two vectors of columns: with kTileRows rows of sums they just fit the registers.
+// Two vectors of columns, which is also two matrix tiles.
 constexpr int kPanel = 2 * kLanes;
 
 // Neighbouring k that are kept together for each column: bf16 go in pairs, as the dot product takes them.
@@ -33,8 +34,13 @@ template <class T>
 constexpr int kGroup = sizeof(T) == 2 ? 2 : 1;
 
 // K is padded with zeros to a multiple of this. Rows of x must be readable, and zero, up to there.
+#if defined(OFFRAMP_AMX)
+template <class T>
+constexpr int kDepthStep = sizeof(T) == 2 ? 32 : kGroup<T>;  // a matrix tile is 16 pairs deep
+#else
 template <class T>
 constexpr int kDepthStep = kGroup<T>;
+#endif
 
 template <class T>
 constexpr int64_t padded_depth(int64_t depth) {
@@ -102,58 +108,88 @@ struct Linear {
 
 // ---- sums of one tile -----------------------------------------------------------------------------------------------
 
-// Rows of the largest tile: its sums, one vector of weights and one element of x fill the registers.
-constexpr int kTileRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
-
-// Few rows leave registers empty and their chains of additions leave the units idle: then several panels go together.
-constexpr int kMaxPanels = 4;
-constexpr int panels_for(int rows) { return rows * 4 <= kTileRows ? 4 : rows * 2 <= kTileRows ? 2 : 1; }
-
 // What rows of x are read as: where bf16 has no dot product they have been widened.
 template <class T>
 using Operand = std::conditional_t<kHasDot, T, float>;
 
-// sums[row][panel][lane] = sum over k of x[row][k] * w[panel][k][lane].
+// sums[row][panel][lane] = sum over k of x[row][k] * w[panel][k][lane], by vectors.
 template <class T, int kRows, int kPanels>
-void tile_sums(const Operand<T>* x, int64_t x_stride, const T* w, int64_t depth, float* sums) {
+void vector_sums(const Operand<T>* x, int64_t x_stride, const T* w, int64_t depth, float* sums) {
   constexpr int kVectors = 2 * kPanels;
+  // Multiply-adds for each pair of bf16: one with a dot product, else two, that of the second element first.
+  constexpr int kSteps = kHasDot ? 1 : kGroup<T>;
   F32 sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r)
     for (int v = 0; v < kVectors; ++v) sum[r][v] = zero();
 
-  for (int64_t k = 0; k < depth; k += kGroup<T>) {
+  for (int64_t k = 0; k < depth; k += kGroup<T>)
+#pragma GCC unroll 2
+    for (int step = kSteps - 1; step >= 0; --step) {
+      std::conditional_t<kHasDot && std::is_same_v<T, bf16>, U32, F32> weights[kVectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) {
-      const T* at = w + v / 2 * depth * kPanel + k * kPanel + v % 2 * kLanes * kGroup<T>;
-      if constexpr (std::is_same_v<T, float>) {
-        const F32 weights = load(at);
+      for (int v = 0; v < kVectors; ++v) {
+        const T* const at = w + v / 2 * depth * kPanel + k * kPanel + v % 2 * kLanes * kGroup<T>;
+        if constexpr (std::is_same_v<T, float>)
+          weights[v] = load(at);
+        else if constexpr (kHasDot)
+          weights[v] = load_pairs(at);
+        else
+          weights[v] = step == 0 ? first_of(load_pairs(at)) : second_of(load_pairs(at));
+      }
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) sum[r][v] = fma(splat(x[r * x_stride + k]), weights, sum[r][v]);
-      } else if constexpr (kHasDot) {
-        const U32 weights = load_pairs(at);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) sum[r][v] = dot2(weights, splat_pair(x + r * x_stride + k), sum[r][v]);
-      } else {
-        const U32 weights = load_pairs(at);
-        const F32 first = first_of(weights), second = second_of(weights);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r)
-          sum[r][v] = fma(splat(x[r * x_stride + k]), first, fma(splat(x[r * x_stride + k + 1]), second, sum[r][v]));
+      for (int r = 0; r < kRows; ++r) {
+        const Operand<T>* const at = x + r * x_stride + k + step;
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+          if constexpr (kHasDot && std::is_same_v<T, bf16>)
+            sum[r][v] = dot2(weights[v], splat_pair(at), sum[r][v]);
+          else
+            sum[r][v] = fma(splat(*at), weights[v], sum[r][v]);
+        }
       }
     }
-  }
   for (int r = 0; r < kRows; ++r)
     for (int v = 0; v < kVectors; ++v) store(sums + (r * kVectors + v) * kLanes, sum[r][v]);
 }
 
+// The kernel of vectors for each tile.
 template <class T>
-using TileSums = void (*)(const Operand<T>*, int64_t, const T*, int64_t, float*);
+class VectorTiles {
+ public:
+  // Rows of the largest tile: with its sums, the weights of one k and one element of x it just fits the registers.
+  static constexpr int kRegisters = kLanes == 16 ? 32 : 16;
+  static constexpr int kRows = kRegisters == 32 ? 12 : 6;
 
-// The kernel for each number of rows (less one), with one panel or with several.
-template <class T, bool kSeveral, int... kIndex>
-constexpr std::array<TileSums<T>, sizeof...(kIndex)> tile_table(std::integer_sequence<int, kIndex...>) {
-  return {&tile_sums<T, kIndex + 1, kSeveral ? panels_for(kIndex + 1) : 1>...};
-}
+  // Few rows leave registers empty, and their chains of additions leave the units idle: then several panels go together.
+  static constexpr int panels_for(int rows) {
+    int panels = 4;
+    while (panels > 1 && 2 * panels * (rows + 1) + 1 > kRegisters) panels /= 2;
+    return panels;
+  }
+  static constexpr int kSums = kRows * kPanel;  // rows * panels_for(rows) * kPanel is at most this
+
+  void operator()(int rows, int panels, const Operand<T>* x, int64_t x_stride, const T* w, int64_t depth, float* sums) {
+    static constexpr auto kOne = table<false>(std::make_integer_sequence<int, kRows>());
+    static constexpr auto kSeveral = table<true>(std::make_integer_sequence<int, kRows>());
+    (panels > 1 ? kSeveral : kOne)[rows - 1](x, x_stride, w, depth, sums);
+  }
+
+ private:
+  using Kernel = void (*)(const Operand<T>*, int64_t, const T*, int64_t, float*);
+
+  template <bool kSeveral, int... kIndex>
+  static constexpr std::array<Kernel, sizeof...(kIndex)> table(std::integer_sequence<int, kIndex...>) {
+    return {&vector_sums<T, kIndex + 1, kSeveral ? panels_for(kIndex + 1) : 1>...};
+  }
+};
+
+#if defined(OFFRAMP_AMX)
+template <class T>
+using Tiles = std::conditional_t<std::is_same_v<T, bf16>, MatrixTiles, VectorTiles<T>>;
+#else
+template <class T>
+using Tiles = VectorTiles<T>;
+#endif
 
 // ---- what follows the sums ------------------------------------------------------------------------------------------
 
@@ -190,7 +226,7 @@ static inline void finish(const float* sums, const T* bias, Y* y, int64_t column
 // ---- the product ----------------------------------------------------------------------------------------------------
 
 // Bytes of x that are passed over for each panel; they should stay in the second-level cache beside the panels.
-constexpr int64_t kRowBlockBytes = 384 << 10;
+constexpr int64_t kRowBlockBytes = 256 << 10;
 
 // Panels `panels` of y = x W^T + b. Threads share the panels of one product: no two write the same element.
 //
@@ -198,13 +234,13 @@ constexpr int64_t kRowBlockBytes = 384 << 10;
 // of T or of float.
 template <Epilogue kEpilogue, class T, class Y>
 void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y, int64_t y_stride, Range panels) {
-  static constexpr auto kOne = tile_table<T, false>(std::make_integer_sequence<int, kTileRows>());
-  static constexpr auto kSeveral = tile_table<T, true>(std::make_integer_sequence<int, kTileRows>());
   constexpr int kWidth = kEpilogue == Epilogue::GatedSilu ? kLanes : kPanel;  // columns of y in a panel
+  constexpr int kTileRows = Tiles<T>::kRows;
   const int64_t depth = map.depth;
   const int64_t fitting = kRowBlockBytes / (depth * int64_t(sizeof(Operand<T>)));
   const int64_t block_rows = std::max<int64_t>(fitting / kTileRows, 1) * kTileRows;
-  alignas(64) float sums[kTileRows * kMaxPanels * kPanel];
+  alignas(64) float sums[Tiles<T>::kSums];
+  Tiles<T> sum_up;
 
   for (int64_t start = 0; start < rows; start += block_rows) {
     const int64_t block = std::min(block_rows, rows - start);
@@ -223,14 +259,14 @@ void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y
     }
     // Tiles of nearly equal height: 13 rows are 7 and 6, not 12 and 1.
     const int64_t tiles = (block + kTileRows - 1) / kTileRows;
-    const int several = tiles == 1 ? panels_for(int(block)) : 1;
+    const int several = tiles == 1 ? Tiles<T>::panels_for(int(block)) : 1;
     for (int64_t panel = panels.begin; panel < panels.end;) {
       const int width = panel + several <= panels.end ? several : 1;
       const T* const weight = map.weight + panel * depth * kPanel;
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first = block * tile / tiles;
         const int height = int(block * (tile + 1) / tiles - first);
-        (width > 1 ? kSeveral : kOne)[height - 1](operand + first * stride, stride, weight, depth, sums);
+        sum_up(height, width, operand + first * stride, stride, weight, depth, sums);
         for (int r = 0; r < height; ++r)
           for (int p = 0; p < width; ++p) {
             const int64_t column = (panel + p) * kWidth;
@@ -248,6 +284,7 @@ void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y
 // matrix has too few panels for many threads, and a prompt has rows enough for all of them.
 template <Epilogue kEpilogue, class T, class Y>
 void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y, int64_t y_stride, Team team) {
+  constexpr int kTileRows = Tiles<T>::kRows;
   const int64_t tiles = (rows + kTileRows - 1) / kTileRows, panels = map.panels();
   int row_parts = 1;
   int64_t least = INT64_MAX;

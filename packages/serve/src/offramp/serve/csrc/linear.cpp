@@ -42,6 +42,15 @@ void run(const at::Tensor& x, const Linear<T>& map, const at::Tensor& y) {
   gemm<kEpilogue>(rows.data(), x.size(0), rows.stride(), map, data<Y>(y), y.stride(0), Team::here());
 }
 
+// Whether the operating system lets this process use what the library is made of. To be asked before anything else.
+bool may_run() {
+#if defined(OFFRAMP_AMX)
+  return may_use_tiles();
+#else
+  return true;
+#endif
+}
+
 void check_input(const at::Tensor& x, const at::Tensor& packed) {
   check_rows(x, "x");
   check_same_type(x, "x", packed, "packed");
@@ -109,6 +118,7 @@ at::Tensor rms_norm_rows(const at::Tensor& x, const std::optional<at::Tensor>& w
 }  // namespace offramp
 
 TORCH_LIBRARY_FRAGMENT(OFFRAMP_OPS, m) {
+  m.def("may_run() -> bool", &offramp::may_run);
   // weight [O, I]; gated: O = 2F, F gates then F ups.
   m.def("pack_linear(Tensor weight, bool gated=False) -> Tensor");
   m.def("pack_bias(Tensor bias, bool gated=False) -> Tensor");

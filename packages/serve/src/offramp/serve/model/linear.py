@@ -34,7 +34,8 @@ def choose_kernels(kernels: Kernels, dtype: torch.dtype) -> ChosenKernels:
     Raises:
         OfframpError: if `native` is asked for and there are no native kernels here.
     """
-    has_native = kernels in ("auto", "native") and dtype in (torch.float32, torch.bfloat16) and _has_native()
+    may_be_native = kernels in ("auto", "native") and dtype in (torch.float32, torch.bfloat16)
+    has_native = may_be_native and native_library() is not None
     if kernels == "native" and not has_native:
         raise OfframpError(
             "kernels 'native' need a C++ compiler (g++ or clang++) to be built with, and weights of fp32 or bf16; the "
@@ -54,19 +55,14 @@ class PackedLinear:
         out_features: O.
     """
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, kernels: Kernels = "auto", pack: bool | None = None
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, kernels: Kernels = "auto") -> None:
         """Lay out a weight.
 
         Args:
             weight: [O, I].
             bias: [O].
             kernels: what is to compute it.
-            pack: stands for kernels `packed` or `plain`.
         """
-        if pack is not None:
-            kernels = "packed" if pack else "plain"
         weight = weight.detach().contiguous()
         bias = None if bias is None else bias.detach().contiguous()
         self.out_features, self.in_features = weight.shape
@@ -81,11 +77,6 @@ class PackedLinear:
             self._linear, self._head = library.ops.linear.default, library.ops.head.default
         elif self.kernels == "packed":
             self._weight = _pack(weight)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether kernels are `packed`."""
-        return self.kernels == "packed"
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, I] -> [N, O]."""
@@ -109,10 +100,6 @@ class PackedLinear:
         if self.kernels == "native" and self._bias is None:
             return HeadOutput(*self._head(x, self._weight, self.out_features))
         return HeadOutput.of(self.logits(x))
-
-
-def _has_native() -> bool:
-    return native_library() is not None
 
 
 @functools.cache

@@ -8,6 +8,7 @@ torch's operations instead.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import logging
@@ -28,13 +29,14 @@ from offramp.common.errors import OfframpError
 
 log = logging.getLogger(__name__)
 
-ISA_LEVELS = ("avx512_bf16", "avx512", "avx2", "portable")
+ISA_LEVELS = ("amx", "avx512_bf16", "avx512", "avx2", "portable")
 """Every ISA level, best first."""
 
 _AVX2 = ("avx2", "fma")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
-# What Linux calls the instructions that a level needs; compilers call them the same, without underscores.
+# What Linux calls the instructions that a level needs.
 _CPU_FLAGS: dict[str, tuple[str, ...]] = {
+    "amx": (*_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"),
     "avx512_bf16": (*_AVX512, "avx512_bf16"),
     "avx512": _AVX512,
     "avx2": _AVX2,
@@ -123,6 +125,8 @@ def load_library(isa: str) -> NativeLibrary:
     except OSError as error:
         raise NativeUnavailableError(f"{path} cannot be loaded: {error}") from error
     library = NativeLibrary(isa, path, getattr(torch.ops, f"offramp_{isa}"))
+    if not library.ops.may_run():
+        raise NativeUnavailableError("the operating system does not let this process use these instructions")
     if not _agrees_with_torch(library.ops):
         raise NativeUnavailableError(f"{path} does not compute what torch does")
     return library
@@ -148,22 +152,30 @@ def _prebuilt(isa: str) -> Path | None:
 def _built(isa: str) -> Path:
     """The library of the user's cache, built if it is not there. Its name says all that it was made from."""
     compiler = _compiler()
-    flags = (*_COMPILE_FLAGS, *(f"-m{flag.replace('_', '')}" for flag in _CPU_FLAGS[isa]), f"-DOFFRAMP_ISA={isa}")
+    flags = (*_COMPILE_FLAGS, *map(_compiler_flag, _CPU_FLAGS[isa]), f"-DOFFRAMP_ISA={isa}")
     try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+        asked = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailableError(f"the C++ compiler does not run: {error}", for_every_level=True) from error
-    made_from = hashlib.sha256(repr((compiler, version, torch.__version__, flags)).encode())
+    made_from = hashlib.sha256(repr((compiler, asked.stdout, torch.__version__, flags)).encode())
     for source in sorted(_SOURCES.glob("*.[ch]*")):
         made_from.update(source.name.encode() + b"\0" + source.read_bytes())
     path = _cache_directory() / f"offramp_{isa}_{made_from.hexdigest()[:24]}.so"
     if not path.is_file():
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _compile(compiler, flags, path)
+            with (path.parent / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together wait for the first one's build
+                if not path.is_file():
+                    _compile(compiler, flags, path)
         except OSError as error:
             raise NativeUnavailableError(f"{path.parent} cannot be written: {error}", for_every_level=True) from error
     return path
+
+
+def _compiler_flag(cpu_flag: str) -> str:
+    """The compiler's option for what Linux calls `cpu_flag`: `avx512_bf16` is -mavx512bf16, `amx_tile` -mamx-tile."""
+    return "-m" + cpu_flag.replace("amx_", "amx-").replace("_", "")
 
 
 def _compiler() -> list[str]:
@@ -185,7 +197,7 @@ def _cache_directory() -> Path:
 def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> None:
     """Build under another name and rename: whoever looks for `path` meanwhile finds nothing or all of it."""
     log.info("Building the engine's CPU kernels, once: %s", path)
-    root = Path(torch.__file__).parent
+    root = Path(str(torch.__file__)).parent
     with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as directory:
         partial = Path(directory) / path.name
         command = [
