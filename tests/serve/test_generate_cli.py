@@ -106,6 +106,35 @@ def test_sampling_options_reach_the_engine(directory: Path, capsys: pytest.Captu
     assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in logprobs)
 
 
+def test_kv_policies_are_options(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ask(*options: str) -> dict[str, Any]:
+        base = ["--prompt", "hello", "--max-tokens", "8", "--ignore-eos", "--json"]
+        code, out, _ = run(capsys, directory, *base, *options)
+        assert code == 0
+        return rows(out)[0]
+
+    full = ask("--kv-policy", "full")
+    assert ask("--kv-policy", "verify", "--threshold", "0.1", "--max-pending", "2")["token_ids"] == full["token_ids"]
+    assert ask("--kv-policy", "static", "--exit-layer", "1")["exit_layers"] == [4] + [1] * 7
+    pending = ask("--kv-policy", "recompute", "--threshold", "-2", "--max-pending", "2")
+    assert pending["exit_layers"] == [4, 1, 1, 4, 1, 1, 4, 1]
+    assert ask("--sync-policy", "quantile", "--quantile", "0.5", "--threshold", "-2")["exit_layers"] == [4] + [1] * 7
+
+
+def test_the_text_follows_a_language(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [directory, "--prompt", "hello", "--max-tokens", "60", "--json"]
+    _, out, _ = run(capsys, *options, "--regex", "[xyz]{4}", "--temperature", "1.5", "--seed", "1")
+    [row] = rows(out)
+    assert (len(row["text"]), set(row["text"]) <= set("xyz"), row["finish_reason"]) == (4, True, "stop")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["yes", "no"]}')
+    _, out, _ = run(capsys, *options, "--json-schema", schema)
+    assert json.loads(rows(out)[0]["text"]) in ("yes", "no")
+    code, _, err = run(capsys, *options, "--regex", "(")
+    assert code == 1
+    assert "regex" in err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

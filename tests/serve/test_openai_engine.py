@@ -205,3 +205,26 @@ def test_kv_policies_keep_what_they_promise(service: OpenAIService) -> None:
     assert static["offramp"]["exit_layers"] == [4] + [2] * 23
     pending = run(kv_policy="recompute", threshold=-1.0, max_pending=3)
     assert pending["offramp"]["exit_layers"] == [4, *[1, 1, 1, 4] * 5, 1, 1, 1]
+
+
+def test_a_client_that_goes_away_leaves_nothing_of_its_choices(service: OpenAIService, engine: Engine) -> None:
+    asked = {
+        "model": "m",
+        "prompt": [5],
+        "n": 4,
+        "max_tokens": 200,
+        "ignore_eos": True,
+        "offramp": {"kv_policy": "verify"},
+    }
+    reply = service.open(COMPLETIONS, json.dumps(asked).encode(), "gone")
+    assert isinstance(reply, Generation)
+    deadline = time.monotonic() + 20
+    while engine.num_running < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    service.abandon(reply)
+    while engine.num_running + engine.num_waiting + engine.num_kept_tokens > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert engine.num_free_blocks == 256
+    assert reply.take(10_000_000)[1] is False, "it was given up, not answered"
