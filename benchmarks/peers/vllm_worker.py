@@ -18,8 +18,10 @@ def load(options: argparse.Namespace) -> tuple[str, Generate]:
         VLLM_LOGGING_LEVEL="WARNING",
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
-        OMP_NUM_THREADS=str(options.threads),
     )
+    os.environ.pop("OMP_NUM_THREADS", None)
+    if options.threads < len(os.sched_getaffinity(0)):
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # otherwise it sets up its threads as it likes best
     import vllm
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
