@@ -1,28 +1,71 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from helpers.hash_model import EXITS, VOCABULARY, HashRunner, exact_keys, solo
 from helpers.requests import make_request, make_scheduler
 from offramp.common.errors import OfframpError
-from offramp.serve.request import IterationResult, Request, RequestStatus, SampledToken
+from offramp.serve.request import ExitOptions, IterationResult, KVPolicy, Request, RequestStatus
 from offramp.serve.scheduler import QueueFullError
-from offramp.serve.scheduler_output import Phase, SchedulerOutput
+from offramp.serve.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
 
-STOP, OTHER = 1, 7
+STOP = 0
+
+
+class Wish(NamedTuple):
+    """A request to make."""
+
+    shared: int
+    tail: list[int]
+    max_tokens: int
+    min_tokens: int
+    policy: KVPolicy
+    max_pending: int
+    priority: int
+    client: str
+    prompt_logprobs: int | None
+
+
+WISHES = st.builds(
+    Wish,
+    shared=st.integers(0, 8),
+    tail=st.lists(st.integers(1, VOCABULARY - 1), min_size=1, max_size=3),
+    max_tokens=st.integers(0, 12),
+    min_tokens=st.integers(0, 10),
+    policy=st.sampled_from(["full", "fill", "recompute", "verify", "static"]),
+    max_pending=st.integers(1, 4),
+    priority=st.sampled_from([0, 0, 1]),
+    client=st.sampled_from("ab"),
+    prompt_logprobs=st.sampled_from([None, None, None, 0]),
+)
+
+
+def exit_options(policy: KVPolicy, max_pending: int) -> ExitOptions:
+    return ExitOptions(policy, max_pending=max_pending, static_layer=EXITS[0] if policy == "static" else None)
+
+
+def rows_of(item: ScheduledRequest) -> int:
+    """Most rows that a request takes in an iteration."""
+    pending = item.phase is Phase.DECODE and item.request.exits.kv_policy in ("recompute", "verify")
+    return item.num_tokens + pending * (item.request.num_computed_tokens - item.request.num_exact_tokens)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, run, stop, are cancelled and fail in any order, on a cache that remembers who wrote what."""
+    """Requests of every policy come, run, stop, are cancelled and fail in any order, on a model made of hashes."""
 
     @initialize(
-        num_blocks=st.integers(1, 24),
+        num_blocks=st.integers(3, 12),
         block_size=st.integers(1, 4),
-        max_num_seqs=st.integers(1, 4),
-        extra_budget=st.integers(0, 6),
-        max_waiting=st.integers(1, 5),
+        max_num_seqs=st.integers(1, 6),
+        extra_budget=st.integers(0, 8),
+        max_waiting=st.integers(1, 12),
         max_model_len=st.integers(8, 40),
+        prefix_caching=st.booleans(),
+        group_by_depth=st.booleans(),
     )
     def start(
         self,
@@ -32,49 +75,85 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget: int,
         max_waiting: int,
         max_model_len: int,
+        prefix_caching: bool,
+        group_by_depth: bool,
     ) -> None:
         self.budget = max_num_seqs + extra_budget
         self.block_size, self.max_num_seqs, self.max_waiting = block_size, max_num_seqs, max_waiting
         self.max_tokens = min(max_model_len, num_blocks * block_size)
+        self.grouped = group_by_depth
         self.scheduler, self.pool = make_scheduler(
-            num_blocks, block_size, max_num_seqs, self.budget, max_waiting, max_model_len
+            num_blocks,
+            block_size,
+            max_num_seqs,
+            self.budget,
+            max_waiting,
+            max_model_len,
+            prefix_caching=prefix_caching,
+            group_by_depth=group_by_depth,
         )
+        self.runner = HashRunner(block_size, num_blocks)
         self.requests: list[Request] = []
-        self.admitted: list[Request] = []
-        self.slots: dict[int, tuple[Request, int]] = {}  # slot -> who wrote it last, for which position
+        self.admitted: dict[Request, int] = {}  # -> the iteration in which it first had a seat
+        self.last_run: dict[Request, int] = {}
+        self.iteration = 0
 
-    @rule(prompt=st.integers(1, 12), max_tokens=st.integers(1, 8), min_tokens=st.integers(0, 2))
-    def add(self, prompt: int, max_tokens: int, min_tokens: int) -> None:
+    @rule(wishes=st.lists(WISHES, min_size=1, max_size=4))
+    def add(self, wishes: list[Wish]) -> None:
+        for wish in wishes:
+            self.add_one(wish)
+
+    def add_one(self, wish: Wish) -> None:
+        max_tokens = wish.max_tokens if wish.prompt_logprobs is not None else max(1, wish.max_tokens)
         request = make_request(
             str(len(self.requests)),
-            prompt,
+            (*([2] * wish.shared), *wish.tail),
+            exits=exit_options(wish.policy, wish.max_pending),
+            priority=wish.priority,
+            client=wish.client,
             max_tokens=max_tokens,
-            min_tokens=min(min_tokens, max_tokens),
+            min_tokens=min(wish.min_tokens, max_tokens),
             stop_token_ids=(STOP,),
+            prompt_logprobs=wish.prompt_logprobs,
         )
-        num_waiting = self.scheduler.num_waiting
+        fits = request.max_total_tokens <= self.max_tokens
+        if wish.policy in ("recompute", "verify"):
+            fits &= min(wish.max_pending, max_tokens) + 2 <= self.budget
+        waiting = [one for one in self.requests if one.status is RequestStatus.WAITING and not one.num_preemptions]
         try:
             self.scheduler.add(request)
         except QueueFullError:
-            assert num_waiting == self.max_waiting
-            assert request.max_total_tokens <= self.max_tokens
+            assert len(waiting) == self.max_waiting
+            assert fits
         except OfframpError:
-            assert request.max_total_tokens > self.max_tokens
+            assert not fits
         else:
-            assert request.max_total_tokens <= self.max_tokens
+            assert fits
             self.requests.append(request)
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), fail=st.booleans())
-    def end(self, data: st.DataObject, fail: bool) -> None:
-        self.end_one(data.draw(st.sampled_from(self.requests)), fail)
-
     @rule(data=st.data())
-    def iterate(self, data: st.DataObject) -> None:
+    def cancel(self, data: st.DataObject) -> None:
+        self.end_one(data.draw(st.sampled_from(self.requests)), fail=False)
+
+    @precondition(lambda self: self.scheduler.has_unfinished)
+    @rule(number=st.integers(1, 6))
+    def iterate(self, number: int) -> None:
+        for _ in range(number):
+            output = self.schedule()
+            self.update(output, self.runner.run(output))
+
+    @precondition(lambda self: self.scheduler.has_unfinished)
+    @rule(data=st.data(), fail=st.booleans(), crash=st.integers(0, 3).map(lambda number: number == 0))
+    def iterate_and_end_some_meanwhile(self, data: st.DataObject, fail: bool, crash: bool) -> None:
         output = self.schedule()
-        while self.requests and data.draw(st.integers(0, 9)) == 0:  # cancelled while the model runs
-            self.end_one(data.draw(st.sampled_from(self.requests)), fail=False)
-        self.update(output, token_id=data.draw(st.sampled_from([OTHER, OTHER, OTHER, STOP])))
+        # A crash is a model that could not be run: nothing was copied or written.
+        results = {} if crash else self.runner.run(output)
+        for request in data.draw(st.lists(st.sampled_from(self.requests), max_size=2)):
+            self.end_one(request, fail)
+        for item in output.scheduled if crash else ():
+            self.end_one(item.request, fail=True)
+        self.update(output, results)
 
     def end_one(self, request: Request, fail: bool) -> None:
         finished, num_tokens = request.status.is_finished, len(request.output_token_ids)
@@ -82,101 +161,144 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (ended is None) == finished
         assert request.status.is_finished
         assert len(request.output_token_ids) == num_tokens
+        self.runner.forget(request.request_id)
 
     def schedule(self) -> SchedulerOutput:
-        running = [request for request in self.requests if request.status is RequestStatus.RUNNING]
-        waiting = [request for request in self.requests if request.status is RequestStatus.WAITING]
-        decoding = [request for request in running if request.num_computed_tokens >= request.num_prompt_tokens]
+        before = {request: request.status for request in self.requests}
         output = self.scheduler.schedule()
+        self.iteration += 1
         scheduled = [item.request for item in output.scheduled]
         assert bool(scheduled) == self.scheduler.has_unfinished, "no progress"
-        assert output.num_tokens <= self.budget
-        assert len({id(request) for request in scheduled}) == len(scheduled) <= self.max_num_seqs
-        assert set(decoding) <= set(scheduled), "a decode was left out"
+        assert sum(rows_of(item) for item in output.scheduled) <= self.budget
+        assert len(set(scheduled)) == len(scheduled) <= self.max_num_seqs
         assert [item.phase for item in output.scheduled] == sorted(
             (item.phase for item in output.scheduled), key=lambda phase: phase is Phase.PREFILL
         )
-        new = [request for request in scheduled if request in waiting]
-        assert new == waiting[: len(new)], "the queue was overtaken"
-        if len(decoding) < len(running):
-            oldest = next(request for request in running if request not in decoding)
-            assert oldest in scheduled, "the oldest prompt was left out"
+        for request, status in before.items():
+            if status is RequestStatus.RUNNING and request.status is RequestStatus.WAITING:
+                assert request.request_id in output.preempted
+            if request.status is RequestStatus.RUNNING:
+                self.admitted.setdefault(request, self.iteration)
         for item in output.scheduled:
-            request = item.request
-            assert item.num_tokens >= 1
-            assert item.start == request.num_computed_tokens
-            assert item.start + item.num_tokens <= request.num_tokens
-            assert item.samples == (item.start + item.num_tokens == request.num_tokens)
-            assert (item.phase is Phase.PREFILL) == (item.start < request.num_prompt_tokens)
-            assert item.phase is Phase.PREFILL or item.num_tokens == 1
-            assert len(item.token_ids) == item.num_tokens
-            assert len(item.block_table) * self.block_size >= request.max_total_tokens
-            self.write(request, item.block_table, item.start, item.num_tokens)
+            self.check_rows(item)
+            self.last_run[item.request] = self.iteration
+        self.check_turns()
         return output
 
-    def write(self, request: Request, block_table: tuple[int, ...], start: int, num_tokens: int) -> None:
-        """What the model would do: write the rows' keys and values, then attend to every position up to the last."""
+    def check_rows(self, item: ScheduledRequest) -> None:
+        request, stop = item.request, item.start + item.num_tokens
+        assert item.num_tokens >= 1
+        assert item.start == request.num_computed_tokens
+        assert stop <= request.num_tokens
+        assert item.samples == (stop == request.num_tokens and request.sampling.max_tokens > 0)
+        assert (item.phase is Phase.PREFILL) == (
+            item.start < request.num_prompt_tokens or item.start < request.num_tokens - 1
+        )
+        assert item.phase is Phase.PREFILL or item.num_tokens == 1
+        assert len(item.token_ids) == item.num_tokens
+        assert len(set(item.block_table)) == len(item.block_table)
+        assert len(item.block_table) * self.block_size >= stop
+        for block in item.block_table[item.start // self.block_size : -(-stop // self.block_size)]:
+            assert self.pool.is_private(block), "another request sees what this one writes"
+        if item.exit_layers is not None:
+            assert len(item.exit_layers) == item.num_tokens
+            assert item.phase is Phase.PREFILL
+            assert request.num_preemptions
 
-        def slot(position: int) -> int:
-            return block_table[position // self.block_size] * self.block_size + position % self.block_size
+    def check_turns(self) -> None:
+        """The highest rank always advances; with decodes in groups it waits at most once for each of the others."""
+        running = [request for request in self.requests if request.status is RequestStatus.RUNNING]
+        if not running:
+            return
+        ranks = {request: (request.priority, self.admitted[request]) for request in running}
+        highest = [request for request in running if ranks[request] == min(ranks.values())]
+        limit = 2 * self.max_num_seqs if self.grouped or self.has_pending(running) else 0
+        assert any(
+            self.iteration - max(self.last_run.get(request, 0), self.admitted[request] - 1) <= limit
+            for request in highest
+        ), "the highest rank was left out"
 
-        for position in range(start, start + num_tokens):
-            self.slots[slot(position)] = (request, position)
-        for position in range(start + num_tokens):
-            assert self.slots.get(slot(position)) == (request, position), "a live block was used by another request"
+    @staticmethod
+    def has_pending(running: list[Request]) -> bool:
+        return any(request.exits.kv_policy in ("recompute", "verify") for request in running)
 
-    def update(self, output: SchedulerOutput, token_id: int) -> None:
+    def update(self, output: SchedulerOutput, results: dict[str, IterationResult]) -> None:
         live = [item for item in output.scheduled if not item.request.status.is_finished]
-        before = {item.request.request_id: len(item.request.output_token_ids) for item in live}
-        sampled = {
-            item.request.request_id: IterationResult(
-                (SampledToken(token_id if item.request.may_stop else OTHER, exit_layer=1),)
-            )
-            for item in output.scheduled
-            if item.samples
-        }
-        advanced = self.scheduler.update(output, sampled)
-        assert advanced == [item.request for item in live if item.samples]
+        for item in live:
+            self.check_prefix(item)
+        advanced = self.scheduler.update(output, results)
+        ended = [item.request for item in live if item.request.status.is_finished]
+        assert advanced == [item.request for item in live if item.samples or item.request in ended]
         for item in live:
             request = item.request
-            assert len(request.output_token_ids) == before[request.request_id] + item.samples
-            assert len(request.exit_layers) == len(request.output_token_ids)
-            assert request.num_computed_tokens == item.start + item.num_tokens
+            assert len(request.exit_layers) == len(request.confidences) == len(request.output_token_ids)
+            if request.sampling.max_tokens:
+                assert request.num_computed_tokens == min(item.start + item.num_tokens, request.num_tokens - 1)
+            assert request.num_exact_tokens <= request.num_computed_tokens
+        for request in ended:
+            self.runner.forget(request.request_id)
+            self.check_answer(request, complete=True)
+
+    def check_prefix(self, item: ScheduledRequest) -> None:
+        """Keys said to be exact (its own and others' that it took over) are those of a full pass."""
+        request = item.request
+        tokens = request.tokens(0, min(request.num_exact_tokens, item.start))
+        exact = exact_keys(tokens)
+        for position, slot in enumerate(self.runner.slots(item.block_table, len(tokens))):
+            assert [layer[slot] for layer in self.runner.keys[1:]] == [layer[position] for layer in exact[1:]]
+
+    def check_answer(self, request: Request, complete: bool) -> None:
+        """A request's answer is what it is alone, without a cache."""
+        wanted = solo(request)
+        assert len(wanted) == len(request.output_token_ids) or not complete
+        wanted = wanted[: len(request.output_token_ids)]
+        assert request.output_token_ids == [token.token_id for token in wanted]
+        assert request.confidences == [token.confidence for token in wanted]
+        if request.exits.kv_policy != "verify":
+            assert request.exit_layers == [token.exit_layer for token in wanted]
+        if complete and request.sampling.prompt_logprobs is not None:
+            assert [one.token_id for one in request.prompt_logprobs] == list(request.prompt_token_ids[1:])
+            assert request.num_cached_tokens == 0
 
     @invariant()
-    def blocks_belong_to_running_requests(self) -> None:
+    def blocks_are_counted(self) -> None:
         if not hasattr(self, "pool"):
             return
         running = [request for request in self.requests if request.status is RequestStatus.RUNNING]
+        waiting = [request for request in self.requests if request.status is RequestStatus.WAITING]
         assert len(running) == self.scheduler.num_running <= self.max_num_seqs
-        assert self.pool.num_live == sum(-(-request.max_total_tokens // self.block_size) for request in running)
+        assert len(waiting) == self.scheduler.num_waiting
+        assert self.pool.num_live + self.pool.num_cached + self.pool.num_free == self.pool.num_blocks
+        assert self.pool.num_live <= sum(-(-request.max_total_tokens // self.block_size) + 1 for request in running)
+        assert running or not self.pool.num_live
+        assert self.scheduler.num_preemptions == sum(request.num_preemptions for request in self.requests)
 
     @invariant()
     def requests_end_for_their_reason(self) -> None:
         for request in getattr(self, "requests", ()):
             output = request.output_token_ids
             assert len(output) <= request.sampling.max_tokens
-            assert STOP not in output[:-1]
             if request.status is RequestStatus.FINISHED_STOP:
                 assert output[-1] == STOP
             if request.status is RequestStatus.FINISHED_LENGTH:
                 assert len(output) == request.sampling.max_tokens
-                assert output[-1] != STOP
-            if not request.status.is_finished and output:
-                assert output[-1] != STOP
 
     def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
         unfinished = [request for request in self.requests if not request.status.is_finished]
-        bound = sum(request.max_total_tokens - request.num_computed_tokens for request in unfinished)
-        for _ in range(bound):  # every iteration computes at least one token
+        # The highest rank advances by a token at least every so many iterations, and is then followed by the next.
+        bound = sum(2 * request.max_total_tokens + 2 for request in unfinished) * (2 * self.max_num_seqs + 1)
+        for _ in range(bound):
             if not self.scheduler.has_unfinished:
                 break
-            self.update(self.schedule(), OTHER)
+            output = self.schedule()
+            self.update(output, self.runner.run(output))
         assert not self.scheduler.has_unfinished, "starved"
         assert self.pool.num_live == 0
+        for request in self.requests:
+            self.check_answer(request, complete=False)
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

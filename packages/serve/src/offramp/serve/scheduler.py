@@ -466,15 +466,9 @@ class Scheduler:
                 num_tokens = min(num_tokens, fitting)
                 break
             victim = self._lowest()
-            if victim is not sequence:
-                assert victim is not None
-                self._preempt(victim)
-            elif copy and self._pool.num_references(sequence.blocks[first]) == 1:
-                # Nobody else is there to see it, only to come.
-                assert self._prefix is not None
-                self._prefix.withdraw(sequence.blocks[first])
-            else:
+            if victim is None or victim is sequence:
                 return 0
+            self._preempt(victim)
         if copy:
             (target,) = self._pool.allocate(1)
             copies.append((sequence.blocks[first], target))

@@ -57,10 +57,6 @@ class BlockPool:
         """Whether a live block may be written: one refers to it, and its content is not kept for others."""
         return self._references[block_id] == 1 and block_id not in self._kept
 
-    def num_references(self, block_id: int) -> int:
-        """How many refer to a block."""
-        return self._references[block_id]
-
     def allocate(self, count: int) -> tuple[int, ...]:
         """Take `count` different blocks, each with one reference; their content is whatever was left in them.
 
