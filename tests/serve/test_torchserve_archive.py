@@ -118,6 +118,27 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
         archive_main([str(checkpoint), str(tmp_path / "n"), "--max-num-seqs", "0"])
 
 
+def test_the_command_takes_every_setting_of_the_engine(checkpoint: Path, tmp_path: Path) -> None:
+    options = "--sync-policy quantile --quantile 0.5 --kernels plain --no-prefix-caching --group-by-depth"
+    options += " --split-rule always --max-num-seqs 600"
+    assert archive_main([str(checkpoint), str(tmp_path / "m"), *options.split()]) == 0
+    engine = yaml.safe_load((tmp_path / "m" / "model-config.yaml").read_text())["engine"]
+    assert engine == {
+        "sync_policy": "quantile",
+        "quantile": 0.5,
+        "split_rule": "always",
+        "prefix_caching": False,
+        "group_by_depth": True,
+        "kernels": "plain",
+        "max_num_seqs": 600,
+        "max_tokens_per_iteration": 600,
+    }
+    assert EngineConfig(**engine).max_tokens_per_iteration == 600, "every seat can advance in every iteration"
+    with pytest.raises(OfframpError, match="quantile 2.0"):
+        archive_main([str(checkpoint), str(tmp_path / "n"), "--quantile", "2"])
+    assert not (tmp_path / "n").exists()
+
+
 def test_model_uris_are_resolved_by_whoever_knows_the_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Known:
         def load(self) -> object:
