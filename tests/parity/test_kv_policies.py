@@ -90,7 +90,10 @@ def test_alone(number: int) -> None:
 @pytest.mark.parametrize("number", range(len(VARIANTS)))
 def test_side_by_side(number: int, prefix_caching: bool) -> None:
     model, jobs, expected = shuffled(number, seed=number)
-    engine = make_engine(model, max_num_seqs=6, max_tokens_per_iteration=17, prefix_caching=prefix_caching)
+    kernels = "auto" if prefix_caching else "plain"
+    engine = make_engine(
+        model, max_num_seqs=6, max_tokens_per_iteration=17, prefix_caching=prefix_caching, kernels=kernels
+    )
     assert_same(jobs, run_jobs(engine, jobs), expected)
     assert engine.num_kept_tokens == 0
     assert engine.num_free_blocks == 256
