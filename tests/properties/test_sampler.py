@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.requests import make_request
 from offramp.serve.request import SampledToken, SamplingParams
-from offramp.serve.sampler import SamplingState, distribution_of, process, sample
+from offramp.serve.sampler import SamplingState, _softened, distribution_of, process, sample
 
 # Halves make ties common, which is where a choice of the k largest goes wrong.
 logit_rows = st.lists(st.integers(-12, 12).map(lambda n: n / 2), min_size=1, max_size=100)
@@ -57,6 +58,23 @@ def test_only_tokens_of_the_distribution_are_drawn(row: list[float], params: Sam
         assert one is not None
         assert one.token_id in allowed
         state.request.output_token_ids.append(one.token_id)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(sampling, min_size=2, max_size=12), st.sampled_from([33, 64, 300, 515]), st.integers(0, 99))
+def test_a_row_is_bitwise_the_same_alone_and_in_any_batch(params: list[SamplingParams], size: int, seed: int) -> None:
+    logits = torch.randn(len(params), size, generator=torch.Generator().manual_seed(seed)) * 3
+    states = [SamplingState(make_request()) for _ in params]
+    for state, one in zip(states, params, strict=True):
+        state.request.sampling = replace(one, logprobs=3)
+        state.seed = 1
+    together = sample(logits, states)
+    for row, state in enumerate(states):
+        assert sample(logits[row : row + 1], [state]) == [together[row]]
+    same = [replace(params[0], logprobs=None)] * len(params)  # these are computed together
+    softened = _softened(logits, same)[1]
+    for row in range(len(params)):
+        assert torch.equal(softened[row], _softened(logits[row : row + 1], same[:1])[1][0])
 
 
 tokens = st.integers(0, 7)

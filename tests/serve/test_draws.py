@@ -40,7 +40,7 @@ def test_draws_follow_the_distribution(num_candidates: int) -> None:
     p[places] = torch.tensor([0.1, 0.4, 0.3, 0.15, 0.05])
     n = 5_000
     drawn = draw(p.expand(n, -1), [uniform(0, 0, index, Purpose.TOKEN) for index in range(n)])
-    counts = torch.bincount(drawn, minlength=num_candidates)
+    counts = torch.bincount(torch.tensor(drawn), minlength=num_candidates)
     assert counts[p == 0].sum() == 0
     # Five standard deviations of a binomial count: a correct draw fails once in a million, a biased one always.
     assert ((counts - n * p).abs() <= 5 * (n * p * (1 - p)).sqrt()).all()

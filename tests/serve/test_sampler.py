@@ -93,9 +93,9 @@ def test_a_row_is_chosen_the_same_alone_and_in_any_batch(
         for _ in range(10):
             alone[-1] += sample(logits[row : row + 1], [single])
             say(single, alone[-1][-1])
-    # Rows are computed one by one on a CPU; together, as on an accelerator, they must come out the same.
+    # Whether rows are computed one by one or together, as on an accelerator, they must come out the same.
     monkeypatch.setattr(
-        sampler, "_chunks", lambda rows, device: [rows[i : i + together] for i in range(0, len(rows), together)]
+        sampler, "_chunks", lambda rows, _: [rows[i : i + together] for i in range(0, len(rows), together)]
     )
     order = [5, 2, 7, 0, 1, 6, 3, 4]
     live = states(params)

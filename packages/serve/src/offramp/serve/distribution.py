@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,8 @@ ONE = 2.0**50
 """What `mass` makes of probability 1."""
 
 _BLOCK = 256
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -42,19 +46,19 @@ class Distribution:
 
     def draw(self, point: float) -> int:
         """The token at `point` in [0, 1) of the running sum; never one of probability 0."""
-        return int(self.token_ids[draw(self.normalised()[None], [point])])
+        return int(self.token_ids[draw(self.normalised()[None], [point])[0]])
 
 
 def mass(p: Tensor) -> Tensor:
-    """Probabilities as whole numbers in float64, 2^50 for 1.
+    """Probabilities, float32 or float64, as whole numbers of the same type, 2^50 for 1.
 
-    Sums of them stay below 2^53 and are therefore exact: the same in whatever order, so in any batch.
+    Sums of them in float64 stay below 2^53 and are therefore exact: the same in whatever order, so in any batch.
     """
-    return p.double().mul_(ONE).floor_()
+    return p.mul(ONE).floor_()
 
 
-def draw(p: Tensor, points: Sequence[float]) -> Tensor:
-    """Indices [M] into probabilities, by the inverse of their running sums; never one of probability 0.
+def draw(p: Tensor, points: Sequence[float]) -> list[int]:
+    """Indices into probabilities, by the inverse of their running sums; never one of probability 0.
 
     Args:
         p: [M, C]; a row sums to at most 1, but for rounding, and one of it is above 0.
@@ -62,23 +66,32 @@ def draw(p: Tensor, points: Sequence[float]) -> Tensor:
     """
     weights = mass(p)
     if weights.shape[-1] <= _BLOCK:
-        until = weights.cumsum(dim=-1)
-        # The first index whose running sum exceeds the point.
-        return torch.searchsorted(until, _points(points, until), right=True)[:, 0]
+        return [pick(row, point) for row, point in zip(weights.double().cpu().numpy(), points, strict=True)]
     # First the block, then the place in it: a running sum over a whole vocabulary is slow.
     if weights.shape[-1] % _BLOCK:
         weights = F.pad(weights, (0, -weights.shape[-1] % _BLOCK))
-    blocks = weights.unflatten(-1, (-1, _BLOCK))
-    until = blocks.sum(dim=-1).cumsum(dim=-1)
-    point = _points(points, until)
-    block = torch.searchsorted(until, point, right=True)
-    inside = blocks.take_along_dim(block[..., None], dim=1)[:, 0].cumsum(dim=-1)
-    point = point - (until.gather(-1, block) - inside[:, -1:])
-    return (block * _BLOCK + torch.searchsorted(inside, point, right=True))[:, 0]
+    weights = weights.unflatten(-1, (-1, _BLOCK))
+    untils = weights.sum(dim=-1, dtype=torch.float64).cpu().numpy().cumsum(axis=-1)
+    places = [_place(until, point) for until, point in zip(untils, points, strict=True)]
+    blocks = [int(until.searchsorted(place, side="right")) for until, place in zip(untils, places, strict=True)]
+    inside = (
+        torch.stack([weights[row, block] for row, block in enumerate(blocks)]).double().cpu().numpy().cumsum(axis=-1)
+    )
+    chosen: list[int] = []
+    for row, block in enumerate(blocks):
+        before = untils[row, block] - inside[row, -1]
+        chosen.append(block * _BLOCK + int(inside[row].searchsorted(places[row] - before, side="right")))
+    return chosen
 
 
-def _points(points: Sequence[float], until: Tensor) -> Tensor:
-    """Whole numbers [M, 1] below the sums, which are the last of running sums [M, C]."""
-    total = until[:, -1:]
-    at = torch.tensor(points, dtype=torch.float64, device=until.device)[:, None]
-    return torch.minimum((at * total).floor_(), total - 1)
+def pick(weights: Floats, point: float) -> int:
+    """As `draw`, of whole numbers [C] that `mass` gave."""
+    until = weights.cumsum()
+    # The first index whose running sum exceeds the place.
+    return int(until.searchsorted(_place(until, point), side="right"))
+
+
+def _place(until: Floats, point: float) -> float:
+    """A whole number below the sum, which is the last of running sums [C]."""
+    total = float(until[-1])
+    return min(float(int(point * total)), total - 1)

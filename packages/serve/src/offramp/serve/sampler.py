@@ -2,8 +2,8 @@
 
 A row's token is bitwise the same alone and in any batch. Maxima and the k largest are exact; what is added up are whole
 numbers in float64 (`distribution.mass`), whose sum does not depend on the order; a softmax runs over one row in one
-shape. So rows may be computed together where that pays, on an accelerator, and one by one where it does not: on a CPU a
-row stays in the cache from one operation to the next, and many rows together do not.
+shape. So rows may be computed together where that pays, and one by one where it does not: whole vocabularies on a CPU, of
+which one stays in the cache from one operation to the next and many do not.
 
 Legend: N rows, M rows that are computed together, V vocabulary, C candidates (tokens that may be drawn).
 """
@@ -14,11 +14,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from offramp.serve.constraint import ConstraintState
-from offramp.serve.distribution import ONE, Distribution, draw, mass
+from offramp.serve.distribution import ONE, Distribution, Floats, draw, mass, pick
 from offramp.serve.draws import Purpose, fresh_seed, uniform
 from offramp.serve.logit_processors import LogitProcessors, TokenCounts
 from offramp.serve.request import Request, SamplingParams, TokenLogprobs
@@ -136,34 +138,29 @@ def sample(logits: Tensor, rows: Sequence[SamplingState]) -> list[Sample | None]
     """
     logits = logits.float()
     allowed = process(logits, [(state, state.next_index) for state in rows])
-    best = allowed.amax(dim=-1)
-    is_sound = best.isfinite().tolist()
+    is_sound = allowed.amax(dim=-1).isfinite().tolist()
     token_ids = [0] * len(rows)
-    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    if greedy := [row for row, state in enumerate(rows) if state.request.sampling.is_greedy]:
+        # max() gives the first of equal values, which is the lowest token id; it is much dearer than amax().
+        first = (allowed if len(greedy) == len(rows) else allowed[greedy]).max(dim=-1).indices
+        for row, token_id in zip(greedy, first.tolist(), strict=True):
+            token_ids[row] = token_id
+    groups: dict[tuple[int | None, bool], list[int]] = defaultdict(list)
     for row, state in enumerate(rows):
-        if is_sound[row]:
-            params = state.request.sampling
-            groups[(True,) if params.is_greedy else (False, params.top_k, params.top_p < 1)].append(row)
-    for (is_greedy, *_), members in groups.items():
-        for chunk in _chunks(members, logits.device):
+        params = state.request.sampling
+        if is_sound[row] and not params.is_greedy:
+            groups[params.top_k, _is_narrowed(params)].append(row)
+    for (top_k, _), members in groups.items():
+        for chunk in _chunks(members, 1 if top_k is None and logits.device.type == "cpu" else 64):
             x = allowed[chunk[0] : chunk[0] + 1] if len(chunk) == 1 else allowed[chunk]
-            if is_greedy:
-                # max() gives the first of equal values, which is the lowest token id.
-                chosen = x.max(dim=-1).indices
-            else:
-                candidates, p = _candidates(x, [rows[row].request.sampling for row in chunk])
-                points = [rows[row].uniform(rows[row].next_index, Purpose.TOKEN) for row in chunk]
-                chosen = draw(p, points)
-                if candidates is not None:
-                    chosen = candidates.gather(-1, chosen[:, None])[:, 0]
-            for row, token_id in zip(chunk, chosen.tolist(), strict=True):
+            for row, token_id in zip(chunk, _draw(x, [rows[row] for row in chunk]), strict=True):
                 token_ids[row] = token_id
-    return [
-        Sample(token_id, None if number is None else logprobs(logits[row], token_id, number)) if is_sound[row] else None
-        for row, (token_id, number) in enumerate(
-            zip(token_ids, (state.request.sampling.logprobs for state in rows), strict=True)
-        )
-    ]
+    samples: list[Sample | None] = []
+    for row, state in enumerate(rows):
+        number = state.request.sampling.logprobs
+        reported = None if number is None or not is_sound[row] else logprobs(logits[row], token_ids[row], number)
+        samples.append(Sample(token_ids[row], reported) if is_sound[row] else None)
+    return samples
 
 
 def process(logits: Tensor, rows: Sequence[tuple[SamplingState, int]]) -> Tensor:
@@ -207,10 +204,15 @@ def distribution_of(allowed: Tensor, params: SamplingParams) -> Distribution:
     if params.is_greedy:
         token_ids = allowed.max(dim=-1, keepdim=True).indices
         return Distribution(token_ids, torch.ones(1, dtype=torch.float64, device=allowed.device))
-    candidates, p = _candidates(allowed[None], [params])
-    p = mass(p[0])
-    kept = p.nonzero()[:, 0]
-    return Distribution(kept if candidates is None else candidates[0, kept], p[kept] / p.sum())
+    token_ids, p = _softened(allowed[None], [params])
+    if _is_narrowed(params):
+        ((kept, weights),) = _narrowed(p, [params])
+        places, p = torch.from_numpy(kept).to(p.device), torch.from_numpy(weights).to(p.device)
+    else:
+        p = mass(p[0]).double()
+        places = p.nonzero()[:, 0]
+        p = p[places]
+    return Distribution(places if token_ids is None else token_ids[0, places], p / p.sum())
 
 
 def logprobs(logits: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
@@ -237,76 +239,88 @@ def prompt_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> t
     return tuple(logprobs(row, token_id, num_top) for row, token_id in zip(logits, token_ids, strict=True))
 
 
-def _chunks(rows: list[int], device: torch.device) -> Iterable[list[int]]:
+def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
     """Rows that are computed together."""
-    size = 1 if device.type == "cpu" else 64
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-def _candidates(x: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor | None, Tensor]:
-    """Probabilities after top-k, temperature, top-p and min-p.
+def _draw(x: Tensor, rows: Sequence[SamplingState]) -> list[int]:
+    """Tokens of rows [M, V] whose largest are finite: one top-k for all, and all are narrowed or none."""
+    params = [state.request.sampling for state in rows]
+    points = [state.uniform(state.next_index, Purpose.TOKEN) for state in rows]
+    token_ids, p = _softened(x, params)
+    if _is_narrowed(params[0]):
+        kept = _narrowed(p, params)
+        chosen = [int(places[pick(weights, point)]) for (places, weights), point in zip(kept, points, strict=True)]
+    else:
+        chosen = draw(p, points)
+    if token_ids is None:
+        return chosen
+    return token_ids[torch.arange(len(chosen)), chosen].tolist()
+
+
+def _softened(x: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor | None, Tensor]:
+    """Probabilities after top-k and temperature.
 
     Args:
         x: [M, V], whose largest are finite.
-        params: M, with temperatures above 0 and one top-k, and all or none with a top-p.
+        params: M, with temperatures above 0 and one top-k.
 
     Returns:
-        Token ids [M, C], ascending in each row, or None for all in order; and probabilities [M, C], 0 for those that
-        top-p and min-p leave out.
+        Token ids [M, C], ascending in each row, or None for all in order; and their probabilities [M, C].
     """
     token_ids, top_k = None, params[0].top_k
     if top_k is not None and top_k < x.shape[-1]:
         token_ids = _largest(x, top_k)
         x = x.gather(-1, token_ids)
     # The largest becomes 0 before the division, and float32 knows no smaller temperature: so none makes a NaN.
-    temperature = _column([max(one.temperature, 1e-30) for one in params], x)
-    p = x.sub(x.amax(dim=-1, keepdim=True)).div_(temperature).softmax(dim=-1)
-    is_in = None
-    if params[0].top_p < 1:
-        is_in = _nucleus(p, _column([one.top_p for one in params], x, torch.float64))
-    if any(one.min_p > 0 for one in params):
-        is_probable = p >= _column([one.min_p for one in params], x) * p.amax(dim=-1, keepdim=True)
-        is_in = is_probable if is_in is None else is_in & is_probable
-    return token_ids, p if is_in is None else p * is_in
+    temperature = torch.tensor([max(one.temperature, 1e-30) for one in params], device=x.device)[:, None]
+    return token_ids, x.sub(x.amax(dim=-1, keepdim=True)).div_(temperature).softmax(dim=-1)
 
 
-def _column(numbers: list[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(numbers, dtype=dtype, device=like.device)[:, None]
+def _is_narrowed(params: SamplingParams) -> bool:
+    return params.top_p < 1 or params.min_p > 0
 
 
-def _nucleus(p: Tensor, top_p: Tensor) -> Tensor:
-    """Which are among the fewest most probable of [M, C] that reach `top_p` [M, 1] together (Holtzman et al. 2020).
+def _narrowed(p: Tensor, params: Sequence[SamplingParams]) -> list[tuple[npt.NDArray[np.int64], Floats]]:
+    """What top-p and min-p leave of rows [M, C]: for each its places, ascending, and their `mass`."""
+    largest = p.amax(dim=-1).tolist()
+    least = [max(one.min_p * best, _improbable(one, p.shape[-1])) for one, best in zip(params, largest, strict=True)]
+    bounds = torch.tensor(least, device=p.device)[:, None]
+    rows: list[tuple[npt.NDArray[np.int64], Floats]] = []
+    for one, values, is_in in zip(params, p, (p >= bounds).cpu().numpy(), strict=True):
+        places = np.flatnonzero(is_in)
+        weights = mass(values[torch.from_numpy(places).to(p.device)]).double().cpu().numpy()
+        if one.top_p < 1:
+            kept = _nucleus(weights, one.top_p)
+            places, weights = places[kept], weights[kept]
+        rows.append((places, weights))
+    return rows
 
-    The lowest token ids win ties.
+
+def _improbable(params: SamplingParams, num_candidates: int) -> float:
+    """A probability below which nothing is in the nucleus, so that few have to be sorted.
+
+    All that lie below half of (1 - p) / C make up less than half of 1 - p together. The other half is for rounding in
+    the softmax, next to nothing unless p is.
     """
-    width = min(64, p.shape[-1])  # A nucleus is small as a rule, and sorting a vocabulary is the dearest thing here.
-    largest = p.topk(width).values
-    count = _num_needed(largest, top_p)
-    if width < p.shape[-1] and bool((count == width).any()):
-        largest = _descending(p)
-        count = _num_needed(largest, top_p)
-    least = largest.gather(-1, count - 1)
-    is_in = p >= least
-    if bool((is_in.sum(dim=-1, keepdim=True) == count).all()):
-        return is_in
-    is_tie = p == least
-    surplus = is_in.sum(dim=-1, keepdim=True) - count
-    return is_in & (~is_tie | (is_tie.cumsum(dim=-1) <= is_tie.sum(dim=-1, keepdim=True) - surplus))
+    slack = 1 - params.top_p
+    return 0.5 * slack / num_candidates if 1e-3 < slack < 1 else 0.0
 
 
-def _num_needed(largest: Tensor, top_p: Tensor) -> Tensor:
-    """How many of [M, C], descending, reach `top_p` [M, 1] together; all if they do not. [M, 1]."""
-    weights = mass(largest)
+def _nucleus(weights: Floats, top_p: float) -> npt.NDArray[np.int64]:
+    """Indices of the fewest largest of [C] that reach `top_p` together, ascending (Holtzman et al. 2020).
+
+    The first win ties.
+    """
+    largest = np.sort(weights)[::-1]
     # One belongs to the nucleus if those before it do not reach top_p yet; so the first always does.
-    return (weights.cumsum(dim=-1) - weights < top_p * ONE).sum(dim=-1, keepdim=True)
-
-
-def _descending(p: Tensor) -> Tensor:
-    if p.device.type == "cpu":  # where numpy sorts a vocabulary fifty times as fast as torch
-        p = torch.from_numpy(p.neg().numpy().copy())
-        p.numpy().sort(axis=-1)
-        return p.neg_()
-    return p.sort(dim=-1, descending=True).values
+    count = int(np.count_nonzero(largest.cumsum() - largest < top_p * ONE))
+    kept = np.flatnonzero(weights >= largest[count - 1])
+    if surplus := len(kept) - count:
+        ties = np.flatnonzero(weights[kept] == largest[count - 1])
+        kept = np.delete(kept, ties[len(ties) - surplus :])
+    return kept
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
