@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,7 @@ from helpers.requests import make_request
 from offramp.common.errors import OfframpError
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.request import (
+    Constraint,
     ExitOptions,
     RequestOutput,
     RequestStatus,
@@ -36,11 +38,53 @@ from offramp.serve.request import (
         ({"stop": "xy"}, "must be a tuple of strings"),
         ({"stop_token_ids": (-1,)}, "stop token id -1"),
         ({"logprobs": -1}, "logprobs -1"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs -1 must be at least 0"),
+        ({"max_tokens": -1, "prompt_logprobs": 0}, "max_tokens -1 must be at least 0"),
+        ({"min_p": 1.1}, "min_p 1.1 must be in 0..1"),
+        ({"min_p": math.nan}, "min_p nan"),
+        ({"min_p": None}, "min_p None must be a number"),
+        ({"repetition_penalty": 0}, "repetition_penalty 0 must be in 0.01..100"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty inf"),
+        ({"presence_penalty": 2.1}, "presence_penalty 2.1 must be in -2..2"),
+        ({"frequency_penalty": -3}, "frequency_penalty -3 must be in -2..2"),
+        ({"frequency_penalty": 10**400}, "frequency_penalty is a whole number of 1329 bits"),
+        ({"logit_bias": {1: 2.0}}, "logit_bias .* must be a tuple of pairs"),
+        ({"logit_bias": ((1, 2.0, 3.0),)}, "logit_bias .* must be a tuple of pairs"),
+        ({"logit_bias": ((-1, 2.0),)}, "logit_bias of token -1 must be at least 0"),
+        ({"logit_bias": ((5, 100.5),)}, "logit_bias of token 5 is 100.5; it must be in -100..100"),
+        ({"logit_bias": ((5, math.nan),)}, "logit_bias of token 5 is nan"),
+        ({"logit_bias": ((5, "x"),)}, "logit_bias of token 5 'x' must be a number"),
+        ({"logit_bias": ((5, 1), (5, 2))}, "logit_bias names token 5 twice"),
+        ({"sequence": -1}, "sequence -1"),
+        ({"constraint": "json"}, "must be a Constraint"),
+        ({"constraint": Constraint("json"), "min_tokens": 1}, "min_tokens 1 cannot be kept under a constraint"),
+        ({"constraint": Constraint("json"), "ignore_eos": True}, "ignore_eos leaves a text under a constraint"),
     ],
 )
 def test_sampling_params_are_checked(fields: dict[str, object], words: str) -> None:
     with pytest.raises(OfframpError, match=words):
         SamplingParams(**fields)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (("xml",), "constraint 'xml' is unknown; choose one of json, json_schema, regex"),
+        (("json", "{}"), "takes no grammar"),
+        (("regex",), "constraint 'regex' has an empty grammar"),
+        (("json_schema", {}), "is no text"),
+    ],
+)
+def test_constraints_are_checked(fields: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(OfframpError, match=words):
+        Constraint(*fields)
+
+
+def test_a_vocabulary_must_have_the_biased_tokens() -> None:
+    params = SamplingParams(logit_bias=((9, 1.0),), stop_token_ids=(1000,))
+    params.check_vocabulary(10)
+    with pytest.raises(OfframpError, match="logit_bias names token 9, outside the vocabulary of 9"):
+        params.check_vocabulary(9)
 
 
 def test_exit_options() -> None:

@@ -2,8 +2,8 @@
 
 A row's token is bitwise the same alone and in any batch. Maxima and the k largest are exact; what is added up are whole
 numbers in float64 (`distribution.mass`), whose sum does not depend on the order; a softmax runs over one row in one
-shape. So rows may be computed together where that pays, and one by one where it does not: whole vocabularies on a CPU, of
-which one stays in the cache from one operation to the next and many do not.
+shape. So rows may be computed together where that pays, and one by one where it does not: whole vocabularies on a CPU,
+where one stays in the cache from one operation to the next and many do not.
 
 Legend: N rows, M rows that are computed together, V vocabulary, C candidates (tokens that may be drawn).
 """
