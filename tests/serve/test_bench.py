@@ -70,7 +70,7 @@ def test_figures_are_made_of_the_times_of_tokens() -> None:
 
 def test_the_ideal_speedup_leaves_only_the_layers() -> None:
     def measured(variant: Variant, layers: float, head: float, fill: float, depth: int) -> Measured:
-        one = Measured("x", "one", "fp32", variant, Workload(1, 1, 3))
+        one = Measured("x", "one", "fp32", variant, "plain", Workload(1, 1, 3))
         record = IterationRecord(
             0, {**dict.fromkeys(PARTS, 0.0), "layers": layers, "head": head, "fill": fill}, new_tokens=1
         )
@@ -82,8 +82,12 @@ def test_the_ideal_speedup_leaves_only_the_layers() -> None:
     early = measured(Variant(kv_policy="fill"), layers=3.0, head=2.5, fill=0.5, depth=1)
     early.full_depth = base
     early.decode, base.decode = [3.0, 8.0], [2.0, 4.0]
-    assert early.ideal == pytest.approx(10 / (3 + 2))
-    assert early.proportional == pytest.approx(10 / (2 + 2))
+    assert early.ideal is not None
+    assert early.proportional is not None
+    assert early.realised is not None
+    assert early.ideal.median == pytest.approx(10 / (3 + 2))
+    assert early.proportional.median == pytest.approx(10 / (2 + 2))
+    assert early.realised.median == pytest.approx((10 / 6) / (10 / 5))
     assert early.speedup is not None
     assert (early.speedup.median, early.speedup.low, early.speedup.high) == (1.75, 1.5, 2.0)
     assert base.ideal is None
@@ -179,6 +183,7 @@ def test_the_command_measures_everybody_and_writes_what_it_found(
     assert early["layers_us_per_token"] > 0
     assert early["fill_us_per_token"] > 0
     assert early["ideal_speedup"] > 0
+    assert early["kernels"] in ("native", "packed", "plain")
     assert rows[0]["fill_us_per_token"] == 0
     assert "missing: not measured" in captured.err
     assert "fake: not measured: fake failed: ValueError: too many" in captured.err

@@ -34,6 +34,7 @@ from offramp.serve.kv_cache.block_pool import BlockPool
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.kv_policy import exit_policy
 from offramp.serve.metrics import EngineMetrics, Gauges
+from offramp.serve.model.linear import ChosenKernels
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.probe import PositionReading, probe
 from offramp.serve.recorder import Recorder
@@ -188,6 +189,11 @@ class Engine:
     def num_kept_tokens(self) -> int:
         """Tokens that left early and whose states wait for a deeper pass; 0 when no request is unfinished."""
         return self._executor.num_kept
+
+    @property
+    def kernels(self) -> ChosenKernels:
+        """What computes the layers here: what `auto` has chosen."""
+        return self._model.kernels
 
     @property
     def metrics(self) -> EngineMetrics:

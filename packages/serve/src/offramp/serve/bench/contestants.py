@@ -91,12 +91,14 @@ class Contestant(Protocol):
         name: in tables.
         dtype: of weights and states.
         variant: of the engine; None for others.
+        kernels: what computes the engine's layers here; None for others.
         max_batch: most sequences at once; None is no limit.
     """
 
     name: str
     dtype: Dtype
     variant: Variant | None
+    kernels: str | None
     max_batch: int | None
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int, num_hard: int) -> Trial:
@@ -115,6 +117,7 @@ class EngineContestant:
         name: see `Contestant`.
         dtype: see `Contestant`.
         variant: see `Contestant`.
+        kernels: see `Contestant`.
         max_batch: see `Contestant`.
     """
 
@@ -124,6 +127,7 @@ class EngineContestant:
         self.name = variant.name
         self.dtype: Dtype = variant.dtype
         self.variant: Variant | None = variant
+        self.kernels: str | None = engine.kernels
         self._engine = engine
         self._exits = exit_options(variant, engine.checkpoint)
         self._eos = frozenset(engine.checkpoint.eos_token_ids) if until_eos else frozenset[int]()
@@ -234,10 +238,12 @@ class Transformers:
         name: see `Contestant`.
         dtype: see `Contestant`.
         variant: see `Contestant`.
+        kernels: see `Contestant`.
         max_batch: see `Contestant`.
     """
 
     variant: Variant | None = None
+    kernels: str | None = None
 
     def __init__(self, path: Path, dtype: Dtype, until_eos: bool, assistant_layers: int | None = None) -> None:
         """Load.
@@ -312,11 +318,13 @@ class Peer:
         name: see `Contestant`.
         dtype: see `Contestant`.
         variant: see `Contestant`.
+        kernels: see `Contestant`.
         max_batch: see `Contestant`.
         what: the engine and its version, as it says.
     """
 
     variant: Variant | None = None
+    kernels: str | None = None
     max_batch: int | None = None
 
     def __init__(

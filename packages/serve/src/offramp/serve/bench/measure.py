@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,7 @@ class Measured:
         name: the contestant's.
         dtype: of weights and states.
         variant: of the engine; None for others.
+        kernels: what computed the engine's layers; None for others.
         workload: what was asked.
         decode: tokens per second while all sequences decode, of each repetition.
         prefill: prompt tokens per second, of each repetition, in a run that ends with the first tokens.
@@ -75,7 +76,7 @@ class Measured:
         first_token_s: median time to the first token, of each repetition.
         gaps: seconds between neighbouring tokens, of all repetitions.
         exit_layers: how many of the tokens of decoding ran so many layers.
-        decoding: sums over the engine's iterations of decoding.
+        decoding: sums over the engine's iterations of decoding, of each repetition.
         segments: (layers before, layers after, rows) -> seconds of each run.
         full_depth: the same engine at full depth in the same repetitions; None for others, and for itself.
     """
@@ -84,6 +85,7 @@ class Measured:
     name: str
     dtype: str
     variant: Variant | None
+    kernels: str | None
     workload: Workload
     decode: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
@@ -91,7 +93,7 @@ class Measured:
     first_token_s: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     exit_layers: Counter[int] = field(default_factory=Counter)
-    decoding: Totals = field(default_factory=Totals)
+    decoding: list[Totals] = field(default_factory=list)
     segments: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     full_depth: Measured | None = None
 
@@ -110,8 +112,9 @@ class Measured:
             self.decode.append(trial.decode_rate)
         self.gaps += trial.gaps
         self.exit_layers.update(trial.exit_layers)
+        if trial.iterations:
+            self.decoding.append(Totals.of(trial.iterations))
         for record in trial.iterations:
-            self.decoding.add(record)
             for run in record.segments:
                 self.segments[run.start, run.stop, run.rows].append(run.seconds)
 
@@ -123,9 +126,11 @@ class Measured:
 
     @property
     def part_us(self) -> dict[Part, float]:
-        """Microseconds per token of decoding by part; empty if that is not known."""
-        tokens = self.decoding.new_tokens
-        return {part: 1e6 * self.decoding.parts[part] / tokens for part in PARTS} if tokens else {}
+        """Microseconds per token of decoding by part, over all repetitions; empty if that is not known."""
+        tokens = sum(totals.new_tokens for totals in self.decoding)
+        if not tokens:
+            return {}
+        return {part: 1e6 * sum(totals.parts[part] for totals in self.decoding) / tokens for part in PARTS}
 
     @property
     def speedup(self) -> Spread | None:
@@ -135,23 +140,33 @@ class Measured:
         return Spread.of(mine / base for mine, base in zip(self.decode, self.full_depth.decode, strict=False))
 
     @property
-    def ideal(self) -> float | None:
-        """The speed-up if leaving itself were free.
+    def ideal(self) -> Spread | None:
+        """The speed-up if leaving itself were free, repetition by repetition.
 
         The layers take what they took in these very runs, on the rows that were there; all the rest (head, sampling,
         scheduling) takes what it took at full depth. What the realised speed-up lacks of it went into exit tests,
         fills, regrouping and their bookkeeping.
         """
-        return self._speedup_with(lambda mine, base, share: mine)
+        return Spread.of(self._speedup_with(base, _layers_s(mine)) for mine, base in self._pairs())
 
     @property
-    def proportional(self) -> float | None:
-        """The speed-up if a token's time in the layers were in proportion to the layers it ran.
+    def proportional(self) -> Spread | None:
+        """The speed-up if a token's time in the layers were in proportion to the layers it ran, likewise.
 
         What `ideal` lacks of it went into smaller batches, which run less well, and under `recompute` and `verify`
         into carrying early tokens on to the end.
         """
-        return self._speedup_with(lambda mine, base, share: base * share)
+        if self.full_depth is None or self.mean_layers is None or self.full_depth.mean_layers is None:
+            return None
+        share = self.mean_layers / self.full_depth.mean_layers
+        return Spread.of(self._speedup_with(base, share * _layers_s(base)) for _, base in self._pairs())
+
+    @property
+    def realised(self) -> Spread | None:
+        """The share of the ideal speed-up that was reached, repetition by repetition."""
+        return Spread.of(
+            _seconds(base) / _seconds(mine) / self._speedup_with(base, _layers_s(mine)) for mine, base in self._pairs()
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain containers, for one line of JSON."""
@@ -161,13 +176,16 @@ class Measured:
             "total_tokens_per_s": Spread.of(self.whole),
             "first_token_ms": Spread.of(1e3 * seconds for seconds in self.first_token_s),
             "speedup": self.speedup,
+            "ideal_speedup": self.ideal,
+            "proportional_speedup": self.proportional,
+            "realised_share": self.realised,
         }
         variant = self.variant
         row: dict[str, Any] = {
             "experiment": self.experiment,
             "contestant": self.name,
             "dtype": self.dtype,
-            "kernels": None if variant is None else variant.kernels,
+            "kernels": self.kernels,
             "kv_policy": None if variant is None else variant.kv_policy,
             "sync_policy": None if variant is None else variant.sync_policy,
             "threshold": None if variant is None else variant.threshold,
@@ -185,8 +203,6 @@ class Measured:
         row["inter_token_ms_p50"] = _quantile_ms(self.gaps, 0.50)
         row["inter_token_ms_p99"] = _quantile_ms(self.gaps, 0.99)
         row["mean_layers"] = None if self.mean_layers is None else _figure(self.mean_layers)
-        row["ideal_speedup"] = None if self.ideal is None else _figure(self.ideal)
-        row["proportional_speedup"] = None if self.proportional is None else _figure(self.proportional)
         part_us = self.part_us
         for part in PARTS:
             row[f"{part}_us_per_token"] = _figure(part_us[part]) if part_us else None
@@ -203,16 +219,15 @@ class Measured:
         ]
         return row
 
-    def _speedup_with(self, layers: Callable[[float, float, float], float]) -> float | None:
-        """With the time in the layers that `layers` gives: of mine, the base's, and my share of its depth."""
-        base = self.full_depth
-        if base is None or not self.part_us or not base.part_us:
-            return None
-        mine_us, base_us = (_layers_us(one.part_us) for one in (self, base))
-        assert self.mean_layers is not None
-        assert base.mean_layers is not None
-        total = sum(base.part_us.values())
-        return total / (total - base_us + layers(mine_us, base_us, self.mean_layers / base.mean_layers))
+    def _pairs(self) -> Iterator[tuple[Totals, Totals]]:
+        """Iterations of decoding of mine and at full depth, repetition by repetition."""
+        if self.full_depth is not None:
+            yield from zip(self.decoding, self.full_depth.decoding, strict=False)
+
+    @staticmethod
+    def _speedup_with(base: Totals, layers_s: float) -> float:
+        """Over `base`, if the layers took `layers_s` seconds per token and all the rest what it took there."""
+        return _seconds(base) / (_seconds(base) - _layers_s(base) + layers_s)
 
 
 def compare(
@@ -234,7 +249,7 @@ def compare(
             notes.append(Note(one.name, f"takes at most {one.max_batch} sequence(s) at once"))
         else:
             present.append(one)
-            measured[id(one)] = Measured(experiment, one.name, one.dtype, one.variant, workload)
+            measured[id(one)] = Measured(experiment, one.name, one.dtype, one.variant, one.kernels, workload)
 
     rest_s = REST_S if any(isinstance(one, Peer) for one in present) else 0.0
 
@@ -264,8 +279,14 @@ def compare(
     yield from itertools.chain(found, notes)
 
 
-def _layers_us(part_us: dict[Part, float]) -> float:
-    return part_us["layers"] + part_us["attention"]
+def _seconds(totals: Totals) -> float:
+    """Per token."""
+    return totals.seconds / totals.new_tokens
+
+
+def _layers_s(totals: Totals) -> float:
+    """Seconds per token in the layers."""
+    return (totals.parts["layers"] + totals.parts["attention"]) / totals.new_tokens
 
 
 def _quantile_ms(seconds: Sequence[float], share: float) -> float | None:

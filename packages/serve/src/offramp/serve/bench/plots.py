@@ -76,7 +76,8 @@ class _Figure:
     """The pictures of one experiment; each is a name and a figure, or None if there is nothing to see."""
 
     def __init__(self, experiment: Experiment, results: Sequence[Measured]) -> None:
-        self._axis, self._results = experiment.axis, results
+        self._axis: Axis = experiment.axis
+        self._results = results
         self._xs = sorted({x for one in results if (x := self._x(one)) is not None})
 
     def curves(self, name: str, label: str, value: Callable[[Measured], Spread | None]) -> tuple[str, Any] | None:
@@ -142,12 +143,16 @@ class _Figure:
             return None
         figure, axes = self._canvas("decode speed over full depth")
         for index, (who, group) in enumerate(self._groups(shown)):
-            points = [(self._x(one), one) for one in group if self._x(one) is not None]
-            xs = [x for x, _ in points]
-            realised = [one.speedup.median for _, one in points if one.speedup is not None]
-            axes.plot(xs, realised, color=f"C{index}", marker="o", label=who)
-            axes.plot(xs, [one.ideal for _, one in points], color=f"C{index}", linestyle="--")
-            axes.plot(xs, [one.proportional for _, one in points], color=f"C{index}", linestyle=":")
+            placed = [(x, one) for one in group if (x := self._x(one)) is not None]
+            kinds: dict[str, list[tuple[float, Spread | None]]] = {
+                "-": [(x, one.speedup) for x, one in placed],
+                "--": [(x, one.ideal) for x, one in placed],
+                ":": [(x, one.proportional) for x, one in placed],
+            }
+            for style, points in kinds.items():
+                found = [(x, spread.median) for x, spread in points if spread is not None]
+                solid = {"marker": "o", "label": who} if style == "-" else {}
+                axes.plot([x for x, _ in found], [y for _, y in found], style, color=f"C{index}", **solid)
         axes.axhline(1.0, color="black", linewidth=0.5)
         axes.set_title("solid: realised; dashed: if leaving were free; dotted: by layers run", fontsize=8)
         axes.legend(fontsize=7)

@@ -48,20 +48,19 @@ def lines(measured: Measured, baseline: Measured) -> list[str]:
     """
     decode, prefill = Spread.of(measured.decode), Spread.of(measured.prefill)
     base = Spread.of(baseline.decode)
-    kernels = "" if measured.variant is None or measured.variant.kernels == "auto" else f", {measured.variant.kernels}"
-    text = f"  {measured.name + kernels:34} {measured.dtype:4}"
+    text = f"  {measured.name:30} {measured.dtype:4} {measured.kernels or '':6}"
     if decode is not None and base is not None:
         text += f" {decode.median:8.1f} ({decode.low:.1f}..{decode.high:.1f}) x{decode.median / base.median:.2f}"
     if prefill is not None:
         text += f"  prefill {prefill.median:.0f}"
     if measured.mean_layers is not None:
         text += f"  {measured.mean_layers:.1f} layers"
-    if measured.speedup is not None and measured.ideal is not None and measured.proportional is not None:
-        text += (
-            f"  speed-up {measured.speedup.median:.2f} of ideal {measured.ideal:.2f}, "
-            f"by layers {measured.proportional:.2f}"
-        )
     found = [text]
+    if measured.speedup and measured.ideal and measured.proportional and measured.realised:
+        found.append(
+            f"      speed-up {measured.speedup.median:.2f}; ideal {measured.ideal.median:.2f}, "
+            f"by layers {measured.proportional.median:.2f}; {measured.realised.median:.0%} of the ideal is realised"
+        )
     part_us = measured.part_us
     total = sum(part_us.values())
     shares = [
