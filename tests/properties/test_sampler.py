@@ -104,7 +104,7 @@ def naive(row: list[float], params: SamplingParams, prompt: list[int], said: lis
     return result
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_processed_logits_are_the_naive_formulas_for_whatever_was_said(data: st.DataObject) -> None:
     """Requests whose outputs grow and whose drafts come and go; rows are asked for in any order of their tokens."""
@@ -121,11 +121,8 @@ def test_processed_logits_are_the_naive_formulas_for_whatever_was_said(data: st.
         for state in data.draw(st.permutations(states)):
             first = len(state.request.output_token_ids)
             rows += [(state, index) for index in data.draw(st.permutations(range(first, state.next_index + 1)))]
-        logits = torch.tensor(
-            data.draw(
-                st.lists(st.lists(st.integers(-3, 3), min_size=8, max_size=8), min_size=len(rows), max_size=len(rows))
-            )
-        ).float()
+        source = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+        logits = torch.randint(-3, 4, (len(rows), 8), generator=source).float()
         before = logits.clone()
         found = process(logits, rows)
         assert torch.equal(logits, before)

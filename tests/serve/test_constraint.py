@@ -274,7 +274,7 @@ def test_a_language_that_becomes_too_large_on_the_way_says_so() -> None:
         (Constraint("json_schema", "{"), "json schema cannot be"),
         (Constraint("json_schema", "[]"), "a JSON schema is an object"),
         (Constraint("json_schema", "true"), "a JSON schema is an object"),
-        (Constraint("json_schema", '{"type": "strin"}'), "json schema cannot be followed: Invalid type: strin."),
+        (Constraint("json_schema", '{"type": "text"}'), "json schema cannot be followed: Invalid type: text."),
         (Constraint("json_schema", '{"$ref": "http://localhost/x"}'), "http://localhost/x"),
         (Constraint("json_schema", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
         (Constraint("json_schema", '{"a":' * 3000 + "1" + "}" * 3000), "recursion"),

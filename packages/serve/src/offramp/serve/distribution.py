@@ -71,15 +71,15 @@ def draw(p: Tensor, points: Sequence[float]) -> list[int]:
     if weights.shape[-1] % _BLOCK:
         weights = F.pad(weights, (0, -weights.shape[-1] % _BLOCK))
     weights = weights.unflatten(-1, (-1, _BLOCK))
-    untils = weights.sum(dim=-1, dtype=torch.float64).cpu().numpy().cumsum(axis=-1)
-    places = [_place(until, point) for until, point in zip(untils, points, strict=True)]
-    blocks = [int(until.searchsorted(place, side="right")) for until, place in zip(untils, places, strict=True)]
+    running = weights.sum(dim=-1, dtype=torch.float64).cpu().numpy().cumsum(axis=-1)
+    places = [_place(until, point) for until, point in zip(running, points, strict=True)]
+    blocks = [int(until.searchsorted(place, side="right")) for until, place in zip(running, places, strict=True)]
     inside = (
         torch.stack([weights[row, block] for row, block in enumerate(blocks)]).double().cpu().numpy().cumsum(axis=-1)
     )
     chosen: list[int] = []
     for row, block in enumerate(blocks):
-        before = untils[row, block] - inside[row, -1]
+        before = running[row, block] - inside[row, -1]
         chosen.append(block * _BLOCK + int(inside[row].searchsorted(places[row] - before, side="right")))
     return chosen
 
