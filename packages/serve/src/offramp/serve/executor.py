@@ -196,7 +196,7 @@ class _Sweep:
     def keep(self, places: Places) -> None:
         """Only these rows go on."""
         index = torch.from_numpy(places)
-        self.x, self.rows = self.x[index], self.rows.select(index)
+        self.x, self.rows = self.x.index_select(0, index), self.rows.select(index)
         self.items, self.predicts, self.bound = self.items[places], self.predicts[places], self.bound[places]
 
     def admit(self, arrivals: Sequence[_Arrival], num_layers: int) -> None:
@@ -447,7 +447,7 @@ class Executor:
         x, previous = sweep.x, sweep.previous
         if len(tested) < len(sweep):
             index = torch.from_numpy(tested)
-            x, previous = x[index], previous[index]
+            x, previous = x.index_select(0, index), previous.index_select(0, index)
 
         def exit_state(part: Places) -> Tensor:
             return self._exit_state(sweep, layer, tested[part])
@@ -459,7 +459,7 @@ class Executor:
         x, rows = sweep.x, sweep.rows
         if len(places) < len(sweep):
             index = torch.from_numpy(places)
-            x = x[index]
+            x = x.index_select(0, index)
             if self._model.exits[layer].block is not None:
                 rows = rows.select(index)
         return self._model.exit_state(layer, x, rows, self._cache)
@@ -498,7 +498,7 @@ class Executor:
                 rule(layer, sweep.x, sweep.rows, names)
             else:
                 index = torch.tensor(places)
-                rule(layer, sweep.x[index], sweep.rows.select(index), names)
+                rule(layer, sweep.x.index_select(0, index), sweep.rows.select(index), names)
         return self._clock.lap("fill")
 
     def _take_along(self, iteration: _Iteration, sweep: _Sweep) -> None:

@@ -186,6 +186,13 @@ class IterationExits:
         """
         self._needs_logits = needs_logits
         self._unembeds = {layer: point.unembed for layer, point in model.exits.items()}
+        self.sure: Mask = np.zeros(len(requests), dtype=np.bool_)
+        self.confidence = np.full(len(requests), np.nan)
+        self._exits = exits
+        if not any(exits):
+            self.asked: Mask = self.sure
+            self.layers: list[int] = []
+            return
         candidates = [layer for layer in model.exits if layer != model.config.num_layers]
         never = [_NEVER] * len(candidates)
         # A confidence is compared as the Python float that naive generation compares.
@@ -197,17 +204,14 @@ class IterationExits:
             dtype=np.float64,
         ).reshape(len(requests), len(candidates))
         used = levels < _NEVER
-        self.asked: Mask = np.logical_or.reduce(used, axis=1)
+        self.asked = np.logical_or.reduce(used, axis=1)
         by_exit: list[bool] = np.logical_or.reduce(used, axis=0).tolist()
         self.layers = [layer for layer, is_used in zip(candidates, by_exit, strict=True) if is_used]
         self._levels = dict(zip(candidates, levels.T, strict=True))
         self._lowest = np.array([0 if allowed is None else allowed.policy.min_layer for allowed in exits])
-        self._exits = exits
         self._rules = list(dict.fromkeys(allowed.rule for allowed in exits if allowed is not None))
         numbers = {rule: number for number, rule in enumerate(self._rules)}
         self._rule_numbers = np.array([-1 if allowed is None else numbers[allowed.rule] for allowed in exits])
-        self.sure: Mask = np.zeros(len(requests), dtype=np.bool_)
-        self.confidence = np.full(len(requests), np.nan)
 
     def is_tested(self, layer: int) -> Mask:
         """[I] requests with a threshold at `layer` that are not sure yet."""

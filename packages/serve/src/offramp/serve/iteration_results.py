@@ -8,6 +8,7 @@ Legend: N rows, V vocabulary.
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -128,10 +129,9 @@ class IterationResults:
         if not places:
             return
         if departure.head is not None:
-            is_sound = departure.head.best.isfinite().tolist()
-            token_ids = departure.head.token_ids.tolist()
+            best, token_ids = departure.head.best.tolist(), departure.head.token_ids.tolist()
             for place in places:
-                self._take(departure, place, Sample(token_ids[place], None) if is_sound[place] else None)
+                self._take(departure, place, Sample(token_ids[place], None) if math.isfinite(best[place]) else None)
             return
         assert departure.logits is not None
         logits = departure.logits if len(places) == len(departure.items) else departure.logits[places]

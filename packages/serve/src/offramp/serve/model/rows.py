@@ -8,10 +8,11 @@ Legend: N rows, S sequences, E head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,7 +91,13 @@ class Rows:
 
     def select(self, index: Tensor) -> Rows:
         """The rows `index` [n], which keeps those of one sequence neighbours in order of position."""
-        return Rows(self.positions[index], self.slots[index], self.sequences[index], self.block_tables, self.context)
+        return Rows(
+            self.positions.index_select(0, index),
+            self.slots.index_select(0, index),
+            self.sequences.index_select(0, index),
+            self.block_tables,
+            self.context,
+        )
 
     def join(self, sequences: Tensor, positions: Tensor) -> tuple[Rows, Tensor]:
         """These rows, and further ones of the same sequences.
@@ -102,16 +109,16 @@ class Rows:
         Returns:
             All rows, and [N + n] which of these rows (counting the further ones on from N) lies at each place.
         """
-        table = self.block_tables[sequences.long()]
-        slots = table.gather(1, (positions // self.context.block_size)[:, None])[:, 0] * self.context.block_size
+        size = self.context.block_size
+        slots = self.block_tables[sequences, positions // size] * size + positions % size
         joined = Rows(
             torch.cat((self.positions, positions)),
-            torch.cat((self.slots, slots + positions % self.context.block_size)),
+            torch.cat((self.slots, slots)),
             torch.cat((self.sequences, sequences)),
             self.block_tables,
             self.context,
         )
-        reach = self.block_tables.shape[1] * self.context.block_size
+        reach = self.block_tables.shape[1] * size
         order = torch.argsort(joined.sequences * reach + joined.positions)
         return joined.select(order), order
 
@@ -119,23 +126,27 @@ class Rows:
 def build_rows(scheduled: Sequence[ScheduledRequest], context: RowContext) -> Rows:
     """Lay out an iteration: the rows of one request after those of the other; sequences count as the requests do."""
     size = context.block_size
-    counts = [item.num_tokens for item in scheduled]
-    num_blocks = [-(-(item.start + item.num_tokens) // size) for item in scheduled]
-    widest = max(num_blocks)
-    tables = torch.tensor(
-        [_padded(item.block_table, used, widest) for item, used in zip(scheduled, num_blocks, strict=True)],
-        dtype=torch.int32,
+    starts = np.array([item.start for item in scheduled])
+    counts = np.array([item.num_tokens for item in scheduled])
+    used = ((starts + counts + size - 1) // size).tolist()
+    widest = max(used)
+    tables = np.array(
+        [_padded(item.block_table, number, widest) for item, number in zip(scheduled, used, strict=True)],
+        dtype=np.int32,
     )
-    positions = torch.tensor(_chain(range(item.start, item.start + item.num_tokens) for item in scheduled))
-    sequences = torch.arange(len(scheduled), dtype=torch.int32)
-    if len(positions) > len(scheduled):
-        sequences = sequences.repeat_interleave(torch.tensor(counts))
-    slots = tables[sequences.long(), positions // size].long() * size + positions % size
-    return Rows(positions, slots, sequences, tables, context)
-
-
-def _chain(ranges: Iterable[range]) -> list[int]:
-    return [position for one in ranges for position in one]
+    sequences = np.arange(len(scheduled), dtype=np.int32)
+    positions = starts
+    if counts.max() > 1:
+        sequences = sequences.repeat(counts)
+        positions = np.arange(len(sequences)) + (starts - counts.cumsum() + counts).repeat(counts)
+    slots = tables[sequences, positions // size].astype(np.int64) * size + positions % size
+    return Rows(
+        torch.from_numpy(positions),
+        torch.from_numpy(slots),
+        torch.from_numpy(sequences),
+        torch.from_numpy(tables),
+        context,
+    )
 
 
 def _padded(block_table: tuple[int, ...], used: int, length: int) -> tuple[int, ...]:

@@ -1,0 +1,73 @@
+"""With the engine's own kernels a request's numbers are bitwise its own, whoever shares its batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers.engines import drain, make_engine, random_jobs
+from helpers.native import loaded
+from helpers.tiny import tiny_model
+from offramp.common.exits.config import ExitConfig, HeadKind
+from offramp.common.exits.policy import ExitPolicy
+from offramp.serve.model.native import supported_isa_levels
+from offramp.serve.request import ExitOptions, Request, SamplingParams
+
+MARGIN = ExitPolicy("margin", {1: 0.3, 2: 0.3, 3: 0.3})
+OPTIONS = [
+    ExitOptions("fill", MARGIN),
+    ExitOptions("fill", ExitPolicy("cosine", {1: 0.6, 2: 0.6, 3: 0.6})),
+    ExitOptions("recompute", MARGIN, max_pending=3),
+    ExitOptions("verify", MARGIN, max_pending=3),
+    ExitOptions("recompute", ExitPolicy("margin", {1: 0.2, 2: 0.2, 3: 0.2}, shortlist=tuple(range(3, 200)))),
+    ExitOptions("static", static_layer=2),
+    ExitOptions("full"),
+]
+
+
+def make_requests(seed: int) -> list[Request]:
+    """Requests of every kind; every other one takes the way without logits."""
+    requests = []
+    for index, job in enumerate(random_jobs([None] * 2 * len(OPTIONS), seed)):
+        sampling = SamplingParams(
+            max_tokens=job.max_tokens,
+            temperature=0.8 if index % 4 == 1 else 0.0,
+            seed=index,
+            logprobs=2 if index % 2 else None,
+        )
+        requests.append(Request(str(index), job.prompt, sampling, OPTIONS[index % len(OPTIONS)]))
+    return requests
+
+
+def said(request: Request) -> tuple[Any, ...]:
+    assert request.error is None
+    return request.output_token_ids, request.exit_layers, request.confidences, request.logprobs
+
+
+@pytest.mark.parametrize("head", ["adapter", "block"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_bits_do_not_depend_on_neighbours_chunks_or_preemption(dtype: str, head: HeadKind) -> None:
+    loaded(supported_isa_levels()[0])
+    model = tiny_model(ExitConfig((1, 2, 3), head))
+    config: dict[str, Any] = {"dtype": dtype, "kernels": "native"}
+    alone = []
+    engine = make_engine(model, prefix_caching=False, **config)
+    for request in make_requests(seed=1):
+        engine.add_request(request)
+        drain(engine)
+        alone.append(said(request))
+    assert {layer for _, layers, _, _ in alone for layer in layers} == {1, 2, 3, 4}
+    crowds: list[dict[str, Any]] = [
+        {"max_num_seqs": 14, "max_tokens_per_iteration": 400},
+        {"max_num_seqs": 5, "max_tokens_per_iteration": 19},
+        {"max_num_seqs": 6, "num_blocks": 18},
+    ]
+    for settings in crowds:
+        engine = make_engine(model, **config, **settings)
+        requests = make_requests(seed=1)
+        for request in reversed(requests):
+            engine.add_request(request)
+        drain(engine)
+        for one, request in zip(alone, requests, strict=True):
+            assert said(request) == one, request
