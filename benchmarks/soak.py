@@ -133,7 +133,7 @@ def soak(directory: Path, seconds: float, seed: int, say: Callable[[str], None] 
             except QueueFullError:
                 desk.cancel(request.request_id)
                 desk.finished["refused"] += 1
-        if source.random() < 0.2 and (victim := desk.somebody(source)) is not None:
+        if source.random() < 0.06 and (victim := desk.somebody(source)) is not None:
             thread.cancel(victim)
             desk.cancel(victim)
         # Bursts and lulls: at times the engine is far behind, at times idle.

@@ -207,6 +207,17 @@ def test_hard_sequences_run_at_full_depth(directory: Path, capsys: pytest.Captur
     assert rows[3]["exit_layers"] == {"1": 4, "4": 4}
 
 
+def test_what_does_not_fit_the_model_is_a_note_and_the_rest_goes_on(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--batch", "2", "--prompt-tokens", "253,4", "--new-tokens", "5", "--repeat", "1"]
+    assert main(["bench", "engine", str(directory), *sizes, "--sync-policy", "regroup", "--json"]) == 0
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    assert [(row["contestant"], row["prompt_tokens"]) for row in rows] == [("full depth", 4), ("fill, regroup", 4)]
+    assert captured.err.count("more than the 256 that the model takes") == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -139,6 +139,17 @@ class EngineContestant:
         requests = [
             self._request(index, prompt, new_tokens, hard=index < num_hard) for index, prompt in enumerate(prompts)
         ]
+        try:
+            return self._trial(requests)
+        finally:
+            for request in requests:  # of a trial that failed; the next contestant has the same engine
+                engine.cancel(request.request_id)
+
+    def close(self) -> None:
+        """See `Contestant`; the engine is its shelf's."""
+
+    def _trial(self, requests: Sequence[Request]) -> Trial:
+        engine = self._engine
         times: list[list[float]] = [[] for _ in requests]
         late_layers: list[int] = []
         late_iterations = 0
@@ -160,9 +171,6 @@ class EngineContestant:
                 of_request += [now] * len(output.new_token_ids)
         kept = min(late_iterations, RECORDS_KEPT)
         return Trial(times, late_layers, list(engine.metrics.records)[-kept:] if kept else [])
-
-    def close(self) -> None:
-        """See `Contestant`; the engine is its shelf's."""
 
     def _request(self, index: int, prompt: Sequence[int], new_tokens: int, hard: bool) -> Request:
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0)

@@ -167,9 +167,9 @@ def full_plan(choices: Choices) -> list[Experiment]:
     if early:
         experiments.append(over("hard", "hard_share", fills, (0.0, 0.125, 0.25, 0.5, 1.0)))
         if choices.exit_at is None:
-            swept = [replace(one, threshold=value) for one in early for value in (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)]
-            experiments.append(over("threshold", "threshold", [variants[0], *swept], ()))
-            experiments[-1] = replace(experiments[-1], workloads=(base,))
+            ruled = [one for one in early if one.sync_policy == choices.sync_policies[0]]
+            swept = [replace(one, threshold=value) for one in ruled for value in (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)]
+            experiments.append(Experiment("threshold", "threshold", (variants[0], *swept), (base,)))
     crossed = [
         Variant(dtype, kernels) for dtype, kernels in itertools.product(("bf16", "fp32"), ("native", "packed", "plain"))
     ]

@@ -81,7 +81,8 @@ def main(argv: list[str]) -> int:
                 notes += missing
                 if options.json:
                     texts = [json.dumps(one.to_json()) for one in measured]
-                    print(*(report.note_line(note) for note in missing), sep="\n", end="", file=sys.stderr)
+                    for note in missing:
+                        print(report.note_line(note), file=sys.stderr)
                 else:
                     texts = [report.header(measured[0])] if measured else []
                     texts += [line for one in measured for line in report.lines(one, measured[0])]
