@@ -18,21 +18,20 @@ class Owner:
 class PrefixCacheMachine(RuleBasedStateMachine):
     """Sequences come with tokens of a small alphabet and leave; each block remembers the prefix it was computed for."""
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 3))
-    def start(self, num_blocks: int, block_size: int) -> None:
-        self.size = block_size
+    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 3), withdraws=st.booleans())
+    def start(self, num_blocks: int, block_size: int, withdraws: bool) -> None:
+        self.size, self.withdraws = block_size, withdraws
         self.pool = BlockPool(num_blocks)
         self.cache = PrefixCache(self.pool, block_size)
         self.owners: list[Owner] = []
         self.content: dict[int, list[int]] = {}
-        self.withdrawn: set[int] = set()
 
     @rule(tokens=st.lists(st.integers(1, 2), min_size=1, max_size=12))
     def begin(self, tokens: list[int]) -> None:
         hits = self.cache.match(lambda start, stop: tokens[start:stop], len(tokens))
         for index, hit in enumerate(hits):
             assert self.content[hit.block_id] == tokens[: (index + 1) * self.size], "a wrong block was found"
-        if not self.withdrawn:
+        if not self.withdraws:
             for owner in self.owners:
                 shared = 0
                 while (
@@ -48,7 +47,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.pool.share(blocks)
         new = self.pool.allocate(missing)
         for index, block in enumerate(new, start=len(hits)):
-            self.withdrawn.discard(block)
             self.content[block] = tokens[: (index + 1) * self.size]
         self.owners.append(Owner(tokens, [*blocks, *new], len(hits), hits[-1].serial if hits else ROOT))
 
@@ -70,19 +68,18 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         owner.chain = node.serial
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), withdraw=st.integers(0, 9))
+    @rule(data=st.data(), withdraw=st.integers(0, 3))
     def leave(self, data: st.DataObject, withdraw: int) -> None:
         owner = self.owners.pop(data.draw(st.integers(0, len(self.owners) - 1)))
-        if withdraw == 0:
+        if self.withdraws and withdraw == 0:
             for block in owner.blocks:
                 self.cache.withdraw(block)
-                self.withdrawn.add(block)
         self.pool.release(owner.blocks[::-1])
 
     @invariant()
     def what_is_known_can_be_found(self) -> None:
-        """Unless something was withdrawn, no block is kept that no sequence of tokens leads to."""
-        if not hasattr(self, "pool") or self.withdrawn:
+        """Where nothing is withdrawn, no block is kept that no sequence of tokens leads to."""
+        if not hasattr(self, "pool") or self.withdraws:
             return
         live_known = {block for owner in self.owners for block in owner.blocks[: owner.known]}
         assert len(self.cache) == self.pool.num_cached + len(live_known)

@@ -282,6 +282,57 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
         assert (request.num_cached_tokens, pool.num_cached) == (0, 0)
 
 
+def test_of_a_beginning_that_must_be_lost_the_end_is_lost_first() -> None:
+    scheduler, pool = make_scheduler(num_blocks=4, block_size=4, prefix_caching=True)
+    prompt = tuple(range(12))
+    scheduler.add(make_request("first", prompt=prompt, max_tokens=1))
+    finish(scheduler)
+    assert (pool.num_cached, pool.num_free) == (3, 1)
+    scheduler.add(make_request("other", prompt=(50, 51, 52, 53, 54), max_tokens=1))
+    finish(scheduler)
+    again = make_request("again", prompt=prompt, max_tokens=1)
+    scheduler.add(again)
+    finish(scheduler)
+    assert again.num_cached_tokens == 8
+
+
+def test_a_request_that_runs_again_takes_nothing_exact_for_what_it_had_filled() -> None:
+    scheduler, _ = make_scheduler(block_size=4, max_num_seqs=2, prefix_caching=True)
+    filled = make_request("filled", prompt=tuple(range(6)), max_tokens=12, priority=1)
+    scheduler.add(filled)
+    for layer in (NUM_LAYERS, NUM_LAYERS, NUM_LAYERS, EARLY, NUM_LAYERS, EARLY, EARLY, EARLY):
+        step(scheduler, exit_layer=layer)
+    assert filled.num_exact_tokens == 8
+    tokens = tuple(filled.tokens(0, filled.num_tokens))
+    scheduler.add(make_request("exact", prompt=(*tokens, 7, 7), max_tokens=1))
+    while len(names(step(scheduler))) < 2:
+        pass
+    for name in "ab":  # both seats
+        scheduler.add(make_request(name, prompt=(50, 51), max_tokens=2))
+    while not filled.num_preemptions:
+        step(scheduler, exit_layer=EARLY)
+    output = step(scheduler)
+    while "filled" not in names(output):
+        output = step(scheduler)
+    (item,) = (item for item in output.scheduled if item.request is filled)
+    assert item.start == 8
+    assert item.exit_layers is not None
+    assert item.exit_layers[:2] == (EARLY, NUM_LAYERS)
+
+
+def test_what_ran_again_at_full_depth_is_exact_even_if_it_had_left_early() -> None:
+    scheduler, _ = make_scheduler(block_size=4, max_num_seqs=1)
+    request = make_request("a", prompt=3, max_tokens=12, priority=1, exits=ExitOptions("recompute"))
+    scheduler.add(request)
+    for _ in range(4):
+        step(scheduler, exit_layer=EARLY)
+    assert (request.num_computed_tokens, request.num_exact_tokens) == (6, 3)
+    scheduler.add(make_request("urgent", max_tokens=1))
+    while request.num_computed_tokens != 6 or not request.num_preemptions:
+        step(scheduler, exit_layer=EARLY)
+    assert (request.num_exact_tokens, request.num_pending) == (6, 3)
+
+
 # Tokens that wait, and tokens that are judged
 
 
