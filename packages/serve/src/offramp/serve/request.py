@@ -241,7 +241,7 @@ class RequestStatus(Enum):
     @property
     def is_finished(self) -> bool:
         """Whether the request has ended, in whatever way."""
-        return self in _FINISH_REASONS
+        return self is not RequestStatus.WAITING and self is not RequestStatus.RUNNING
 
 
 _FINISH_REASONS: dict[RequestStatus, FinishReason] = {

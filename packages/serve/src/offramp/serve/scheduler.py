@@ -309,6 +309,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         while (head := self._head()) is not None:
+            if len(self._running) >= self._config.max_num_seqs and not self._lower_than(head):
+                return
             hits = self._prefix_hits(head)
             rows = self._config.max_tokens_per_iteration - 1
             rows -= min(rows, sum(s.num_decode_rows for s in self._running.values() if s.decodes))
@@ -320,8 +322,8 @@ class Scheduler:
             if rows < 0 or self._is_next_block_under_way(head, hits):
                 return
             while not self._has_room(head, hits):
-                victim = self._lowest()
-                if victim is None or victim.request.priority <= head.request.priority:
+                victim = self._lower_than(head)
+                if victim is None:
                     return
                 self._preempt(victim)
             self._start(head, hits)
@@ -458,6 +460,8 @@ class Scheduler:
             return 0
         start, size = sequence.request.num_computed_tokens, self._config.block_size
         first = start // size
+        if start + num_tokens <= len(sequence.blocks) * size and self._pool.is_private(sequence.blocks[first]):
+            return num_tokens
         while True:
             copy = first < len(sequence.blocks) and not self._pool.is_private(sequence.blocks[first])
             available = self._pool.num_available - copy
@@ -523,6 +527,11 @@ class Scheduler:
     def _lowest(self) -> _Sequence | None:
         """The running request of the lowest rank."""
         return max(self._running.values(), key=lambda sequence: sequence.rank, default=None)
+
+    def _lower_than(self, head: _Sequence) -> _Sequence | None:
+        """The running request of the lowest rank, if it must give way to a waiting one."""
+        lowest = self._lowest()
+        return lowest if lowest is not None and lowest.request.priority > head.request.priority else None
 
     def _preempt(self, sequence: _Sequence) -> None:
         """Take a running request's blocks and seat; it waits to run again."""
