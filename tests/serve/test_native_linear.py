@@ -214,6 +214,15 @@ def test_a_head_of_infinite_logits_says_so(native: NativeLibrary) -> None:
     assert (token_ids.item(), best.item(), second.item(), logsumexp.item()) == (1, float("inf"), 2.0, float("inf"))
 
 
+def test_tokens_that_hardly_count_do_not_disturb_the_sum(native: NativeLibrary) -> None:
+    # e^-90 and less is subnormal or nothing; what is left out must not show.
+    weight = torch.cat((torch.zeros(1), torch.linspace(-200.0, -80.0, 600)))[:, None]
+    _, _, _, logsumexp = native.ops.head(torch.ones(1, 1), native.ops.pack_linear(weight), 601)
+    assert logsumexp.item() == 0.0
+    rest = native.ops.head(torch.ones(1, 1), native.ops.pack_linear(weight[1:].contiguous()), 600)[3]
+    torch.testing.assert_close(rest.double(), weight[1:, 0].double().logsumexp(0)[None], rtol=1e-6, atol=0.0)
+
+
 def test_infinite_and_tiny_values_pass_through_the_gate(native: NativeLibrary) -> None:
     gates = torch.tensor([[-1e4], [-100.0], [-88.0], [0.0], [88.0], [1e4], [float("inf")], [float("nan")]])
     weight = torch.ones(2, 1)

@@ -16,18 +16,36 @@ namespace {
 // Rows taken at once: their logits of one block, fp32, should stay in the second-level cache.
 constexpr int64_t kHeadRows = 96;
 
+// From one row's logits to the next's. A power of two would put all rows into a few sets of the first-level cache.
+constexpr int64_t kLogitsStride = kHeadBlock + 16;
+
+// Logits of one block, whole cache lines.
+class LogitsBuffer {
+ public:
+  explicit LogitsBuffer(int64_t rows) : memory_(rows * kLogitsStride + 16) {
+    const auto address = reinterpret_cast<uintptr_t>(memory_.data());
+    start_ = reinterpret_cast<float*>((address + 63) / 64 * 64);
+  }
+  void fill(float value) { std::fill(memory_.begin(), memory_.end(), value); }
+  float* row(int64_t r) { return start_ + r * kLogitsStride; }
+
+ private:
+  std::vector<float> memory_;
+  float* start_;
+};
+
 template <class T>
 void summarize_block(const PaddedRows<T>& x, Range rows, const Linear<T>& map, int64_t block, int64_t num_blocks,
-                     std::vector<float>& logits, Summary* summaries) {
+                     LogitsBuffer& logits, Summary* summaries) {
   constexpr int64_t kPanels = kHeadBlock / kPanel;
   Linear<T> part = map;
   part.weight += block * kPanels * map.depth * kPanel;
   part.columns = std::min(kHeadBlock, map.columns - block * kHeadBlock);
-  if (part.columns < kHeadBlock) std::fill(logits.begin(), logits.end(), -std::numeric_limits<float>::infinity());
-  gemm<Epilogue::Store>(x.data() + rows.begin * x.stride(), rows.end - rows.begin, x.stride(), part, logits.data(),
-                        kHeadBlock, Range{0, part.panels()});
+  if (part.columns < kHeadBlock) logits.fill(-std::numeric_limits<float>::infinity());
+  gemm<Epilogue::Store>(x.data() + rows.begin * x.stride(), rows.end - rows.begin, x.stride(), part, logits.row(0),
+                        kLogitsStride, Range{0, part.panels()});
   for (int64_t r = rows.begin; r < rows.end; ++r)
-    summaries[r * num_blocks + block] = summarize(logits.data() + (r - rows.begin) * kHeadBlock, part.columns);
+    summaries[r * num_blocks + block] = summarize(logits.row(r - rows.begin), part.columns);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> head(const at::Tensor& x, const at::Tensor& packed,
@@ -45,7 +63,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> head(const at::Tensor
     std::vector<Summary> summaries(rows * num_blocks);
 #pragma omp parallel num_threads(threads_for(rows * map.depth * vocab))
     {
-      std::vector<float> logits(std::min(rows, kHeadRows) * kHeadBlock);
+      LogitsBuffer logits(std::min(rows, kHeadRows));
       const Range blocks = share(num_blocks, Team::here());
       for (int64_t first = 0; first < rows; first += kHeadRows)
         for (int64_t block = blocks.begin; block < blocks.end; ++block)

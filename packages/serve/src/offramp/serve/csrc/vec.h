@@ -284,9 +284,11 @@ static inline F32 reduce_rows(const F32 (&rows)[kLanes]) {
 #endif
 }
 
-// e^x to about 2 units in the last place; exactly 0 for -infinity, infinity and NaN come through.
+// e^x to about 2 units in the last place; exactly 0 below -87.3, for there results would be subnormal, which CPUs take a
+// hundred cycles for. Infinity and NaN come through.
 static inline F32 exp(F32 x) {
-  x = max(splat(-105.f), min(splat(90.f), x));  // beyond these the result is 0 or infinity all the same
+  const I32 vanishes = (I32)(x < splat(-87.3f));
+  x = max(splat(-87.3f), min(splat(90.f), x));  // above 90 the result is infinity all the same
   // e^x = 2^n e^r with |r| <= ln(2) / 2. Adding 1.5 * 2^23 pushes the fraction out: what is left is n, as an integer too.
   const F32 magic = splat(12582912.f);
   const F32 shifted = fma(x, splat(1.44269504f), magic);
@@ -297,7 +299,8 @@ static inline F32 exp(F32 x) {
   F32 p = splat(1.f / 5040);
   for (const float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) p = fma(p, r, splat(c));
   const I32 half = exponent >> 1;  // 2^n in two factors: n alone may lie outside of what an exponent can say
-  return p * (F32)((half + 127) << 23) * (F32)((exponent - half + 127) << 23);
+  const F32 y = p * (F32)((half + 127) << 23) * (F32)((exponent - half + 127) << 23);
+  return (F32)((I32)y & ~vanishes);
 }
 
 // x / (1 + e^-x)
