@@ -153,6 +153,20 @@ def test_a_more_urgent_request_takes_blocks() -> None:
     assert late.finish_reason == "length"
 
 
+def test_a_chunk_is_as_long_as_there_are_blocks() -> None:
+    scheduler, _ = make_scheduler(num_blocks=19, block_size=4, budget=6)
+    for name in "abc":
+        scheduler.add(make_request(name, prompt=1, max_tokens=30))
+    for _ in range(3):
+        step(scheduler)
+    scheduler.add(make_request("long", prompt=30, max_tokens=1))
+    chunks: list[int] = []
+    while not scheduler.num_preemptions:
+        chunks += [item.num_tokens for item in step(scheduler).scheduled if item.phase is Phase.PREFILL]
+    assert chunks == [3] * 9 + [1]
+    finish(scheduler)
+
+
 # Prefix cache
 
 
