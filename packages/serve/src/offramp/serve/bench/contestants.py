@@ -263,7 +263,11 @@ class Transformers:
             assistant_layers: draft with this many layers (`assistant_early_exit`), one sequence at a time.
         """
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        # It warns of what it does itself with the options of `generate`, in every call.
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=DTYPES[dtype], local_files_only=True)
         self._model: Any = loaded.eval()
         self._until_eos, self._assistant_layers = until_eos, assistant_layers
