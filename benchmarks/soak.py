@@ -29,9 +29,9 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.config import EngineConfig
 from offramp.serve.engine import Engine
 from offramp.serve.engine_thread import EngineThread
-from offramp.serve.metrics import Totals
+from offramp.serve.measures.records import Totals
 from offramp.serve.request import ExitOptions, Request, RequestOutput, SamplingParams
-from offramp.serve.scheduler import QueueFullError
+from offramp.serve.scheduling.scheduler import QueueFullError
 
 SAMPLE = 30
 """Answers that are compared with those of the same requests alone."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from helpers.requests import NUM_LAYERS
 from offramp.serve.request import IterationResult, Request, SampledToken, TokenLogprobs
-from offramp.serve.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
+from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
 
 EXITS = (1, 3)
 VOCABULARY = 4

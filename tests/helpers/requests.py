@@ -7,9 +7,8 @@ from typing import Any
 from offramp.serve.config import EngineConfig
 from offramp.serve.kv_cache.block_pool import BlockPool
 from offramp.serve.request import ExitOptions, IterationResult, Request, SampledToken, SamplingParams
-from offramp.serve.scheduler import Scheduler
-from offramp.serve.scheduler_output import SchedulerOutput
-
+from offramp.serve.scheduling.scheduler import Scheduler
+from offramp.serve.scheduling.scheduler_output import SchedulerOutput
 
 NUM_LAYERS = 4
 """Of the model that the scheduler is told about."""

@@ -15,9 +15,9 @@ from offramp.common.exits.config import ExitConfig, HeadKind
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.serve.executor import Departure, Executor
+from offramp.serve.execution.executor import Departure, Executor
 from offramp.serve.request import ExitOptions, Request, SamplingParams
-from offramp.serve.scheduler_output import ScheduledRequest
+from offramp.serve.scheduling.scheduler_output import ScheduledRequest
 
 MARGIN = ExitPolicy("margin", {1: 0.3, 2: 0.3, 3: 0.3})
 SHORTLIST = ExitPolicy("margin", {1: 0.2, 2: 0.2, 3: 0.2}, shortlist=tuple(range(3, 200)))

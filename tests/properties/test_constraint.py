@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from helpers.requests import make_request
 from helpers.tokenizers import byte_level
-from offramp.serve.constraint import Constraints
 from offramp.serve.request import Constraint
-from offramp.serve.sampler import SamplingState, sample
+from offramp.serve.sampling.constraint import Constraints
+from offramp.serve.sampling.sampler import SamplingState, sample
 
 TOKENIZER = byte_level()
 COMPILED = Constraints(TOKENIZER, len(TOKENIZER))

@@ -12,6 +12,7 @@ from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.serve.request import KVPolicy
 
 NUM_BLOCKS = 24
 MARGIN = ExitPolicy("margin", {1: 0.2, 2: 0.2})
@@ -28,11 +29,10 @@ def model() -> MultiExitTransformer:
 @functools.cache
 def alone() -> list[tuple[Job, tuple[list[int], list[int]]]]:
     plain = random_jobs([MARGIN, COSINE, SHORTLIST, None] * 2, seed=6)
+    carried: list[KVPolicy] = ["recompute", "recompute", "recompute", "verify", "verify", "verify"]
     jobs = plain + [
         Job(job.prompt, job.max_tokens, job.policy, kv_policy, max_pending)
-        for job, kv_policy, max_pending in zip(
-            plain[:3] * 2, ["recompute"] * 3 + ["verify"] * 3, [1, 3, 8] * 2, strict=True
-        )
+        for job, kv_policy, max_pending in zip(plain[:3] * 2, carried, [1, 3, 8] * 2, strict=True)
     ]
     jobs.append(Job(plain[0].prompt, 15, None, "static", static_layer=1))
     return [(job, run_jobs(make_engine(model()), [job])[0]) for job in jobs]

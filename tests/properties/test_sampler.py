@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.requests import make_request
 from offramp.serve.request import SampledToken, SamplingParams
-from offramp.serve.sampler import SamplingState, _softened, distribution_of, process, sample
+from offramp.serve.sampling.sampler import SamplingState, _softened, distribution_of, process, sample
 
 # Halves make ties common, which is where a choice of the k largest goes wrong.
 logit_rows = st.lists(st.integers(-12, 12).map(lambda n: n / 2), min_size=1, max_size=100)

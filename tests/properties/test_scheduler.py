@@ -10,8 +10,8 @@ from helpers.hash_model import EXITS, VOCABULARY, HashRunner, exact_keys, solo
 from helpers.requests import make_request, make_scheduler
 from offramp.common.errors import OfframpError
 from offramp.serve.request import ExitOptions, IterationResult, KVPolicy, Request, RequestStatus
-from offramp.serve.scheduler import QueueFullError
-from offramp.serve.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
+from offramp.serve.scheduling.scheduler import QueueFullError
+from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
 
 STOP = 0
 

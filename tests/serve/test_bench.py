@@ -18,8 +18,8 @@ from offramp.serve.bench.contestants import Peer, Trial
 from offramp.serve.bench.measure import Measured, Note, compare
 from offramp.serve.bench.plan import Choices, Variant, Workload, full_plan, quick_plan
 from offramp.serve.bench.prompts import PromptLines, RandomTokens, TextStretches, read_prompts
-from offramp.serve.iteration_clock import PARTS
-from offramp.serve.metrics import IterationRecord
+from offramp.serve.measures.iteration_clock import PARTS
+from offramp.serve.measures.records import IterationRecord
 
 ROOT = Path(__file__).parents[2]
 WORKER = """

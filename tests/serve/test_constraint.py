@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from helpers.requests import make_request
 from helpers.tokenizers import byte_fallback, byte_level, ids_of
 from offramp.common.errors import OfframpError
-from offramp.serve.constraint import Constraints, ConstraintState
 from offramp.serve.request import Constraint, Request, SampledToken, SamplingParams
-from offramp.serve.sampler import SamplingState, distribution, sample
+from offramp.serve.sampling.constraint import Constraints, ConstraintState
+from offramp.serve.sampling.sampler import SamplingState, distribution, sample
 
 TOKENIZERS = {"byte_level": byte_level(), "byte_fallback": byte_fallback()}
 COMPILED = {name: Constraints(tokenizer, len(tokenizer)) for name, tokenizer in TOKENIZERS.items()}

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from offramp.serve.distribution import Distribution, draw
-from offramp.serve.draws import Purpose, fresh_seed, uniform
+from offramp.serve.sampling.distribution import Distribution, draw
+from offramp.serve.sampling.draws import Purpose, fresh_seed, uniform
 
 
 def test_a_number_is_a_function_of_its_four_names() -> None:

@@ -18,10 +18,10 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.config import EngineConfig
 from offramp.serve.engine import Engine
-from offramp.serve.executor import Departure, Executor
+from offramp.serve.execution.executor import Departure, Executor
 from offramp.serve.offline import generate
 from offramp.serve.request import ExitOptions, Request, RequestOutput, SamplingParams
-from offramp.serve.scheduler import QueueFullError
+from offramp.serve.scheduling.scheduler import QueueFullError
 from offramp.serve.text import TextStream
 
 EXITS = ExitConfig((1, 2, 3), "norm")

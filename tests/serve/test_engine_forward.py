@@ -13,13 +13,13 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve.config import EngineConfig
-from offramp.serve.executor import Executor
+from offramp.serve.execution.executor import Executor
+from offramp.serve.execution.sync_policy import LeaveIfItPays, LeaveTogether, PassTimes, leave_alone
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.rows import build_rows
 from offramp.serve.request import Request, SamplingParams
-from offramp.serve.scheduler_output import Phase, ScheduledRequest
-from offramp.serve.sync_policy import LeaveIfItPays, LeaveTogether, PassTimes, leave_alone
+from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
 
 EXITS = ExitConfig((1, 2, 3), "norm")
 AT_2 = ExitPolicy("cosine", {2: -2.0})

@@ -16,14 +16,14 @@ from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.serve import iteration_results
-from offramp.serve.executor import PROMPT_SLICE
-from offramp.serve.iteration_results import IterationResults
+from offramp.serve.execution.executor import PROMPT_SLICE
 from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.linear import PackedLinear
 from offramp.serve.request import ExitOptions, Request, SamplingParams
-from offramp.serve.sampler import Sample, SamplingState
-from offramp.serve.verification import Drafting
+from offramp.serve.sampling import iteration_results
+from offramp.serve.sampling.iteration_results import IterationResults
+from offramp.serve.sampling.sampler import Sample, SamplingState
+from offramp.serve.sampling.verification import Drafting
 
 EXITS = ExitConfig((1, 2, 3), "norm")
 MARGIN = ExitPolicy("margin", {1: 0.2, 2: 0.2, 3: 0.2})

@@ -9,7 +9,7 @@ import pytest
 from helpers.fake_engine import FakeEngine
 from offramp.serve.engine_thread import EngineStoppedError, EngineThread, OrphanedError
 from offramp.serve.request import Request, RequestOutput, SamplingParams
-from offramp.serve.scheduler import QueueFullError
+from offramp.serve.scheduling.scheduler import QueueFullError
 
 
 class Recorder:

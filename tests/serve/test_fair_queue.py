@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.requests import make_request
-from offramp.serve.fair_queue import FairQueue
+from offramp.serve.scheduling.fair_queue import FairQueue
 
 
 def push(queue: FairQueue, name: str, cost: int, client: str = "", priority: int = 0) -> None:

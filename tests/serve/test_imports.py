@@ -7,7 +7,16 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "request", "scheduler_output", "scheduler", "kv_cache.block_pool", "text"]
+    "module",
+    [
+        "config",
+        "request",
+        "scheduling.scheduler_output",
+        "scheduling.scheduler",
+        "kv_cache.prefix_cache",
+        "recorder",
+        "text",
+    ],
 )
 def test_needs_no_tensors(module: str) -> None:
     code = f"import sys, offramp.serve.{module}; print(*{{'torch', 'transformers', 'numpy'}} & set(sys.modules))"

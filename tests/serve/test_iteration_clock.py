@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from offramp.serve.iteration_clock import PARTS, IterationClock
+from offramp.serve.measures.iteration_clock import PARTS, IterationClock
 
 
 def test_the_parts_of_an_iteration_add_up_to_all_of_it() -> None:

@@ -6,8 +6,8 @@ from helpers.engines import drain, make_engine
 from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
-from offramp.serve.iteration_clock import PARTS, Part
-from offramp.serve.metrics import (
+from offramp.serve.measures.iteration_clock import PARTS, Part
+from offramp.serve.measures.records import (
     RECORDS_KEPT,
     EngineMetrics,
     Gauges,

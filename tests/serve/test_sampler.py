@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from helpers.requests import make_request
-from offramp.serve import sampler
-from offramp.serve.draws import Purpose
 from offramp.serve.request import SampledToken, SamplingParams
-from offramp.serve.sampler import (
+from offramp.serve.sampling import sampler
+from offramp.serve.sampling.draws import Purpose
+from offramp.serve.sampling.sampler import (
     Sample,
     SamplingState,
     distribution,

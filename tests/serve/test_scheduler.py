@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from helpers.requests import NUM_LAYERS, make_request, make_scheduler, say
 from offramp.common.errors import OfframpError
 from offramp.serve.request import IterationResult, Request, RequestStatus, SampledToken, TokenLogprobs
-from offramp.serve.scheduler import QueueFullError, Scheduler
-from offramp.serve.scheduler_output import Phase, SchedulerOutput
+from offramp.serve.scheduling.scheduler import QueueFullError, Scheduler
+from offramp.serve.scheduling.scheduler_output import Phase, SchedulerOutput
 
 
 def rows(output: SchedulerOutput) -> list[tuple[str, Phase, int, int, bool]]:
@@ -91,7 +93,7 @@ def test_blocks_are_taken_as_tokens_come() -> None:
 @pytest.mark.parametrize(
     ("limits", "numbers"), [({"max_model_len": 19}, ("20", "19")), ({"num_blocks": 4, "block_size": 4}, ("20", "16"))]
 )
-def test_what_can_never_fit_is_refused_with_both_numbers(limits: dict[str, int], numbers: tuple[str, str]) -> None:
+def test_what_can_never_fit_is_refused_with_both_numbers(limits: dict[str, Any], numbers: tuple[str, str]) -> None:
     scheduler, _ = make_scheduler(**limits)
     with pytest.raises(OfframpError, match=rf"make {numbers[0]} tokens, more than the {numbers[1]}") as fault:
         scheduler.add(make_request(prompt=12, max_tokens=8))

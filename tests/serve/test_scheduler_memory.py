@@ -7,8 +7,8 @@ import pytest
 from helpers.requests import NUM_LAYERS, make_request, make_scheduler
 from offramp.common.errors import OfframpError
 from offramp.serve.request import ExitOptions, IterationResult, Request, RequestStatus, SampledToken, TokenLogprobs
-from offramp.serve.scheduler import QueueFullError, Scheduler
-from offramp.serve.scheduler_output import Phase, SchedulerOutput
+from offramp.serve.scheduling.scheduler import QueueFullError, Scheduler
+from offramp.serve.scheduling.scheduler_output import Phase, SchedulerOutput
 
 EARLY = 1
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from offramp.serve.distribution import Distribution
-from offramp.serve.draws import Purpose, uniform
 from offramp.serve.request import ExitOptions, Request, SampledToken, SamplingParams
-from offramp.serve.sampler import SamplingState, distribution, logprobs, sample
-from offramp.serve.verification import Drafting, NoTokenError, Verdict, judge_by_chance, judge_greedily
+from offramp.serve.sampling.distribution import Distribution
+from offramp.serve.sampling.draws import Purpose, uniform
+from offramp.serve.sampling.sampler import SamplingState, distribution, logprobs, sample
+from offramp.serve.sampling.verification import Drafting, NoTokenError, Verdict, judge_by_chance, judge_greedily
 
 Judge = Callable[
     [Sequence[int], Sequence[Distribution], Callable[[int], Distribution], Callable[[int, Purpose], float]],

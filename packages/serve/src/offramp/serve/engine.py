@@ -25,23 +25,23 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.tokenizer import load_tokenizer
 from offramp.serve.config import EngineConfig
-from offramp.serve.constraint import Constraints
-from offramp.serve.executor import Executor, ExecutorStats
-from offramp.serve.exit_test import ExitRules, RequestExits
-from offramp.serve.iteration_clock import IterationClock
-from offramp.serve.iteration_results import IterationResults, Voice
+from offramp.serve.execution.executor import Executor, ExecutorStats
+from offramp.serve.execution.exit_test import ExitRules, RequestExits
+from offramp.serve.execution.kv_policy import exit_policy
 from offramp.serve.kv_cache.block_pool import BlockPool
 from offramp.serve.kv_cache.storage import KVStorage
-from offramp.serve.kv_policy import exit_policy
-from offramp.serve.metrics import EngineMetrics, Gauges
+from offramp.serve.measures.iteration_clock import IterationClock
+from offramp.serve.measures.records import EngineMetrics, Gauges
 from offramp.serve.model.linear import ChosenKernels
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.probe import PositionReading, probe
 from offramp.serve.recorder import Recorder
 from offramp.serve.request import IterationResult, Request, RequestOutput, RequestStatus
-from offramp.serve.sampler import SamplingState
-from offramp.serve.scheduler import Scheduler
-from offramp.serve.scheduler_output import SchedulerOutput
+from offramp.serve.sampling.constraint import Constraints
+from offramp.serve.sampling.iteration_results import IterationResults, Voice
+from offramp.serve.sampling.sampler import SamplingState
+from offramp.serve.scheduling.scheduler import Scheduler
+from offramp.serve.scheduling.scheduler_output import SchedulerOutput
 from offramp.serve.text import Decoder, TextStream
 
 if TYPE_CHECKING:
@@ -249,9 +249,7 @@ class Engine:
         self._recorder.forget(request_id)
         return self._scheduler.cancel(request_id) is not None
 
-    def probe(
-        self, token_ids: Sequence[int], top: int = 5, policy: ExitPolicy | None = None
-    ) -> list[PositionReading]:
+    def probe(self, token_ids: Sequence[int], top: int = 5, policy: ExitPolicy | None = None) -> list[PositionReading]:
         """What every exit says of a text, position by position; no request notices. See `offramp.serve.probe`.
 
         Args:

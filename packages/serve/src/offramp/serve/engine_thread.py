@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from offramp.serve.request import Request, RequestOutput
-from offramp.serve.scheduler import QueueFullError
+from offramp.serve.scheduling.scheduler import QueueFullError
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,14 @@
-"""Follows the engine through its iterations and writes down what `offramp.serve.metrics` describes."""
+"""Follows the engine through its iterations and writes down what `offramp.serve.measures.records` describes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 
-from offramp.serve.iteration_clock import Part
-from offramp.serve.metrics import EngineMetrics, Gauges, IterationRecord, RequestMetrics, Trace
+from offramp.serve.measures.iteration_clock import Part
+from offramp.serve.measures.records import EngineMetrics, Gauges, IterationRecord, RequestMetrics, Trace
 from offramp.serve.request import Request
-from offramp.serve.scheduler_output import Phase, SchedulerOutput
+from offramp.serve.scheduling.scheduler_output import Phase, SchedulerOutput
 
 
 class Recorder:

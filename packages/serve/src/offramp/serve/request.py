@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from offramp.common.errors import OfframpError
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
-from offramp.serve.metrics import RequestMetrics
+from offramp.serve.measures.records import RequestMetrics
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

@@ -27,7 +27,7 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.bench.plan import Variant, Workload
 from offramp.serve.config import Dtype, EngineConfig
 from offramp.serve.engine import Engine
-from offramp.serve.metrics import RECORDS_KEPT, IterationRecord
+from offramp.serve.measures.records import RECORDS_KEPT, IterationRecord
 from offramp.serve.request import ExitOptions, Request, SamplingParams
 
 TOKEN_BUDGET = 2048

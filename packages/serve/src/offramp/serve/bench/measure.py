@@ -18,8 +18,8 @@ from offramp.common.errors import OfframpError
 from offramp.serve.bench.contestants import Contestant, Peer, Trial
 from offramp.serve.bench.plan import Variant, Workload
 from offramp.serve.bench.prompts import Prompts
-from offramp.serve.iteration_clock import PARTS, Part
-from offramp.serve.metrics import Totals
+from offramp.serve.measures.iteration_clock import PARTS, Part
+from offramp.serve.measures.records import Totals
 
 REST_S = 0.25
 """Before every run if other processes take part: longer than their idle threads spin."""

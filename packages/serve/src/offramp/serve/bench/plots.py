@@ -11,7 +11,7 @@ from typing import Any
 from offramp.common.errors import OfframpError
 from offramp.serve.bench.measure import Measured, Spread
 from offramp.serve.bench.plan import Axis, Experiment
-from offramp.serve.iteration_clock import PARTS
+from offramp.serve.measures.iteration_clock import PARTS
 
 _AXES: dict[Axis, str] = {
     "batch": "sequences in the batch",

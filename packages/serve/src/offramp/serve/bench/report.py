@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from offramp.serve.bench.measure import Measured, Note, Spread
-from offramp.serve.iteration_clock import PARTS
+from offramp.serve.measures.iteration_clock import PARTS
 
 _SHOWN_SHARE = 0.005
 

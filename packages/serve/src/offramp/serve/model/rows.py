@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offramp.serve.model.attended import Attended
-from offramp.serve.scheduler_output import ScheduledRequest
+from offramp.serve.scheduling.scheduler_output import ScheduledRequest
 
 
 class RowContext:

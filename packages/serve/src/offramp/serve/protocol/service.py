@@ -39,7 +39,7 @@ from offramp.serve.protocol.replies import (
 from offramp.serve.protocol.requests import ChatBody, CompletionBody, GenerationBody, OfframpOptions, parse_body
 from offramp.serve.protocol.sampling import field_at_fault, sampling_params
 from offramp.serve.request import ExitOptions, Request
-from offramp.serve.scheduler import QueueFullError
+from offramp.serve.scheduling.scheduler import QueueFullError
 from offramp.serve.text import Decoder
 
 if TYPE_CHECKING:

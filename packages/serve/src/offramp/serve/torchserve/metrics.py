@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from offramp.serve.iteration_clock import PARTS
-from offramp.serve.metrics import EngineMetrics, Totals
+from offramp.serve.measures.iteration_clock import PARTS
+from offramp.serve.measures.records import EngineMetrics, Totals
 from offramp.serve.request import RequestOutput
 
 Kind = Literal["COUNTER", "GAUGE", "HISTOGRAM"]

@@ -41,12 +41,12 @@ from dataclasses import dataclass, field
 
 from offramp.common.errors import OfframpError
 from offramp.serve.config import EngineConfig
-from offramp.serve.depth_grouping import DepthMean, similar_depths
-from offramp.serve.fair_queue import FairQueue
 from offramp.serve.kv_cache.block_pool import BlockPool
 from offramp.serve.kv_cache.prefix_cache import ROOT, PrefixCache, PrefixNode
 from offramp.serve.request import IterationResult, Request, RequestStatus, SampledToken
-from offramp.serve.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
+from offramp.serve.scheduling.depth_grouping import DepthMean, similar_depths
+from offramp.serve.scheduling.fair_queue import FairQueue
+from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
 
 TextStops = Callable[[Request, int], bool]
 """Whether a token completes a stop string. Asked once for every token that is not a stop token, before it is added to

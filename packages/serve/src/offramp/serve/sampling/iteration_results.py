@@ -16,10 +16,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from offramp.serve.executor import Departure
+from offramp.serve.execution.executor import Departure
 from offramp.serve.request import IterationResult, Request, SampledToken, TokenLogprobs
-from offramp.serve.sampler import Sample, SamplingState, prompt_logprobs, sample
-from offramp.serve.verification import Drafting, NoTokenError
+from offramp.serve.sampling.sampler import Sample, SamplingState, prompt_logprobs, sample
+from offramp.serve.sampling.verification import Drafting, NoTokenError
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from offramp.serve.iteration_clock import PARTS, Part
+from offramp.serve.measures.iteration_clock import PARTS, Part
 
 RECORDS_KEPT: Final = 4096
 

@@ -31,18 +31,18 @@ import torch
 from torch import Tensor
 
 from offramp.serve.config import EngineConfig
-from offramp.serve.exit_test import IterationExits, Mask, RequestExits, Scored
-from offramp.serve.iteration_clock import IterationClock
-from offramp.serve.kept_tokens import KeptTokens
+from offramp.serve.execution.exit_test import IterationExits, Mask, RequestExits, Scored
+from offramp.serve.execution.kept_tokens import KeptTokens
+from offramp.serve.execution.kv_policy import LeaveRule, bound_layers, carries_on, leave_rules
+from offramp.serve.execution.sync_policy import PassTimes, sync_rule
 from offramp.serve.kv_cache.storage import KVStorage
-from offramp.serve.kv_policy import LeaveRule, bound_layers, carries_on, leave_rules
-from offramp.serve.metrics import SegmentRun, Trace
+from offramp.serve.measures.iteration_clock import IterationClock
+from offramp.serve.measures.records import SegmentRun, Trace
 from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.linear import PackedLinear
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.rows import Rows, build_rows
-from offramp.serve.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
-from offramp.serve.sync_policy import PassTimes, sync_rule
+from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
 
 Places = npt.NDArray[np.intp]
 

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offramp.serve.constraint import ConstraintState
-from offramp.serve.distribution import ONE, Distribution, Floats, draw, mass, pick
-from offramp.serve.draws import Purpose, fresh_seed, uniform
-from offramp.serve.logit_processors import LogitProcessors, TokenCounts
 from offramp.serve.request import Request, SamplingParams, TokenLogprobs
+from offramp.serve.sampling.constraint import ConstraintState
+from offramp.serve.sampling.distribution import ONE, Distribution, Floats, draw, mass, pick
+from offramp.serve.sampling.draws import Purpose, fresh_seed, uniform
+from offramp.serve.sampling.logit_processors import LogitProcessors, TokenCounts
 
 
 @dataclass(frozen=True)

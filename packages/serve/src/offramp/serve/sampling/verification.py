@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from offramp.serve.distribution import Distribution
-from offramp.serve.draws import Purpose
 from offramp.serve.request import SampledToken
-from offramp.serve.sampler import SamplingState, distribution, logprobs
+from offramp.serve.sampling.distribution import Distribution
+from offramp.serve.sampling.draws import Purpose
+from offramp.serve.sampling.sampler import SamplingState, distribution, logprobs
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What an engine says of itself: time by part, records of iterations and requests."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: processors, draws, languages, and the judging of drafts."""

@@ -1,0 +1,1 @@
+"""What each iteration computes: iteration-level batching, fairness, preemption. No tensors."""
