@@ -20,8 +20,8 @@ setup: $(READY) ## Make .venv with everything in it (the other targets do it whe
 demo: $(READY) ## Go the whole way: train exits, calibrate, serve on TorchServe, ask it, compare
 	@python -m demo $(ARGS)
 
-test: $(READY) ## Run all tests (ARGS="-k scheduler" picks some)
-	python -m pytest $(ARGS)
+test: $(READY) ## Run all tests, two at a time (ARGS="-k scheduler" picks some)
+	python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(READY) ## Check style, types, import rules and spelling
 	ruff check .
