@@ -21,7 +21,7 @@ from offramp.serve.model.rows import RowContext, Rows
 
 pytestmark = pytest.mark.usefixtures("_restore_threads")
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 256
+NUM_BLOCKS = 256
 # Everything the Llama family varies, and sizes that fit no vector.
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -71,11 +71,13 @@ class Side:
     ) -> None:
         self.packed, self.states = PackedModel(model, dtype, kernels), states
         config = model.config
-        self.context: RowContext = self.packed.row_context(256, BLOCK_SIZE)
+        # Blocks that hold whole groups of keys can be read as they lie, others have to be gathered: both are run.
+        self.block_size = 16 if config.head_dim == 64 else 4
+        self.context: RowContext = self.packed.row_context(256, self.block_size)
         self.cache = KVStorage(
             self.packed.num_cache_layers,
             NUM_BLOCKS,
-            BLOCK_SIZE,
+            self.block_size,
             config.num_kv_heads,
             config.head_dim,
             dtype,
@@ -90,7 +92,8 @@ class Side:
         """Rows of (sequence, first position, after the last position)."""
         positions = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
         sequences = torch.cat([torch.full((stop - start,), sequence) for sequence, start, stop in spans])
-        slots = self.tables[sequences, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+        size = self.block_size
+        slots = self.tables[sequences, positions // size].long() * size + positions % size
         return Rows(positions, slots, sequences.int(), self.tables, self.context)
 
     def run(self, spans: Sequence[tuple[int, int, int]], bounds: Sequence[int] = (0, 3, 4)) -> list[Tensor]:
@@ -151,7 +154,8 @@ def test_bf16_is_no_farther_from_fp32_than_torchs(name: str) -> None:
             for part, there in zip(in_three_parts(LENGTHS), expected, strict=True):
                 distances[kernels] += float((side.run(part)[2].float() - there).abs().mean())
     assert distances["plain"] > 0
-    assert distances["native"] <= 1.05 * distances["plain"], distances
+    # Matrix tiles round the weights of attention to bf16, as torch does only in some of its kernels.
+    assert distances["native"] <= 1.15 * distances["plain"], distances
 
 
 def alone(side: Side) -> list[Tensor]:

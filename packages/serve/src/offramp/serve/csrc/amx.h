@@ -19,6 +19,19 @@ static inline bool may_use_tiles() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
+// What each of the eight tiles is: rows of `row_bytes` bytes.
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// GCC's _tile_loadconfig says that it reads eight bytes; the other stores into a configuration may then never be made.
+static inline void load_tile_config(const TileConfig& config) { __asm__ volatile("ldtilecfg %0" ::"m"(config)); }
+
+// And _tile_loadd does not say that it reads memory at all: this has everything written that was to be written before.
+static inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
+
 // A tile is 16 rows of 64 bytes. Sums are in tiles 0 to 3, rows of x in 4 and 5, weights in 6 and 7; a panel of weights is
 // two tiles wide. The thread's tiles are in use for as long as this object lives.
 class MatrixTiles {
@@ -36,6 +49,7 @@ class MatrixTiles {
 
   // sums[row][lane] = sum over k of x[row][k] * w[k][lane]
   void operator()(int rows, int /* panels */, const bf16* x, int64_t x_stride, const bf16* w, int64_t depth, float* sums) {
+    finish_stores();
     if (rows != rows_) configure(rows);
     const int64_t row_bytes = x_stride * int64_t(sizeof(bf16));
     if (rows > 16)
@@ -51,18 +65,14 @@ class MatrixTiles {
   static constexpr int kSumBytes = kColumns * sizeof(float);
 
   void configure(int rows) {
-    struct alignas(64) Config {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
+    TileConfig config;
     const int upper = rows < 16 ? rows : 16, lower = rows - upper;
     const int heights[8] = {upper, upper, rows > 16 ? lower : upper, rows > 16 ? lower : upper, upper, lower, 16, 16};
     for (int tile = 0; tile < 8; ++tile) {
       config.rows[tile] = uint8_t(heights[tile]);
       config.row_bytes[tile] = heights[tile] > 0 ? 64 : 0;
     }
-    _tile_loadconfig(&config);
+    load_tile_config(config);
     rows_ = rows;
   }
 

@@ -127,7 +127,7 @@ void run_layers(const LayerShape& shape, const std::vector<Layer<T>>& layers, co
   {
     const Team team = Team::here();
     std::vector<T> own;
-    AttentionScratch scratch;
+    AttentionScratch<T> scratch;
     for (size_t l = 0; l < layers.size(); ++l) {
       const Layer<T>& layer = layers[l];
       if (l + 1 == layers.size()) {
@@ -139,9 +139,9 @@ void run_layers(const LayerShape& shape, const std::vector<Layer<T>>& layers, co
       barrier();
       rotate_and_write(shape, layer, rotary, rows, buffers.qkv, true, team);
       barrier();
-      for (size_t i; (i = next_task[l]++) < plan.tasks.size();)
-        attend<T>(shape.attention, plan, plan.tasks[i], rows.positions, buffers.qkv, shape.qkv_size(), layer.cache,
-                  buffers.attended, padded_heads, scratch);
+      const AttentionLayer<T> attention{shape.attention,  plan,        rows.positions,   buffers.qkv,
+                                        shape.qkv_size(), layer.cache, buffers.attended, padded_heads};
+      for (size_t i; (i = next_task[l]++) < plan.tasks.size();) attend(attention, plan.tasks[i], scratch);
       barrier();
       gemm<Epilogue::Residual>(buffers.attended, n, padded_heads, layer.output, x, hidden, team);
       barrier();
