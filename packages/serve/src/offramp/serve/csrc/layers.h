@@ -21,10 +21,6 @@
 namespace offramp {
 inline namespace OFFRAMP_ISA {
 
-static inline void barrier() {
-#pragma omp barrier
-}
-
 // Rows [N, D] normed, for every thread of the team.
 template <class T>
 struct SharedNorm {
@@ -35,7 +31,7 @@ struct SharedNorm {
   int64_t size, stride;
   float eps;
 
-  const T* operator()(const T* x, int64_t rows, const T* weight, std::vector<T>& own, Team team) const {
+  const T* operator()(const T* x, int64_t rows, const T* weight, std::vector<T>& own, Team team, Barrier& barrier) const {
     const bool alone = rows <= kRowsAlone;
     if (alone && int64_t(own.size()) < rows * stride) own.resize(rows * stride);
     T* const y = alone ? own.data() : shared;
@@ -44,7 +40,7 @@ struct SharedNorm {
       rms_norm(x + row * size, weight, y + row * stride, size, eps);
       for (int64_t i = size; i < stride; ++i) y[row * stride + i] = T{};
     }
-    if (!alone) barrier();
+    if (!alone) barrier.wait(team.count);
     return y;
   }
 };
@@ -123,6 +119,7 @@ void run_layers(const LayerShape& shape, const std::vector<Layer<T>>& layers, co
   std::vector<std::atomic<size_t>> next_task(layers.size());
   for (auto& next : next_task) next = 0;
 
+  Barrier barrier;
 #pragma omp parallel num_threads(num_threads)
   {
     const Team team = Team::here();
@@ -134,22 +131,22 @@ void run_layers(const LayerShape& shape, const std::vector<Layer<T>>& layers, co
         const Range mine = share(n, team);
         std::memcpy(previous + mine.begin * hidden, x + mine.begin * hidden, (mine.end - mine.begin) * hidden * sizeof(T));
       }
-      const T* normed = norm(x, n, layer.input_norm, own, team);
+      const T* normed = norm(x, n, layer.input_norm, own, team, barrier);
       gemm<Epilogue::Store>(normed, n, padded_hidden, layer.qkv, buffers.qkv, shape.qkv_size(), team);
-      barrier();
+      barrier.wait(team.count);
       rotate_and_write(shape, layer, rotary, rows, buffers.qkv, true, team);
-      barrier();
+      barrier.wait(team.count);
       const AttentionLayer<T> attention{shape.attention,  plan,        rows.positions,   buffers.qkv,
                                         shape.qkv_size(), layer.cache, buffers.attended, padded_heads};
       for (size_t i; (i = next_task[l]++) < plan.tasks.size();) attend(attention, plan.tasks[i], scratch);
-      barrier();
+      barrier.wait(team.count);
       gemm<Epilogue::Residual>(buffers.attended, n, padded_heads, layer.output, x, hidden, team);
-      barrier();
-      normed = norm(x, n, layer.mlp_norm, own, team);
+      barrier.wait(team.count);
+      normed = norm(x, n, layer.mlp_norm, own, team, barrier);
       gemm<Epilogue::GatedSilu>(normed, n, padded_hidden, layer.gate_up, buffers.mlp, padded_mlp, team);
-      barrier();
+      barrier.wait(team.count);
       gemm<Epilogue::Residual>(buffers.mlp, n, padded_mlp, layer.down, x, hidden, team);
-      barrier();
+      barrier.wait(team.count);
     }
   }
 }
@@ -160,16 +157,17 @@ void write_kv(const LayerShape& shape, const Layer<T>& layer, const Rotary& rota
               const LayerBuffers<T>& buffers, const T* x, int num_threads) {
   const int64_t padded_hidden = padded_depth<T>(shape.hidden);
   const SharedNorm<T> norm{buffers.normed, shape.hidden, padded_hidden, shape.eps};
+  Barrier barrier;
 #pragma omp parallel num_threads(num_threads)
   {
     const Team team = Team::here();
     std::vector<T> own;
-    const T* const normed = norm(x, rows.count, layer.input_norm, own, team);
+    const T* const normed = norm(x, rows.count, layer.input_norm, own, team, barrier);
     const int64_t first = shape.query_size() / kPanel;  // the panel with the first key
     Range panels = share(layer.qkv.panels() - first, team);
     panels = {panels.begin + first, panels.end + first};
     gemm<Epilogue::Store>(normed, rows.count, padded_hidden, layer.qkv, buffers.qkv, shape.qkv_size(), panels);
-    barrier();
+    barrier.wait(team.count);
     rotate_and_write(shape, layer, rotary, rows, buffers.qkv, false, team);
   }
 }
@@ -190,13 +188,14 @@ void fill(const LayerShape& shape, const Fill<T>& layers, const Rotary& rotary, 
   const int64_t padded_hidden = padded_depth<T>(shape.hidden), count = int64_t(layers.caches.size());
   const int64_t row_size = count * layers.stride;
   const SharedNorm<T> norm{normed_rows, shape.hidden, padded_hidden, shape.eps};
+  Barrier barrier;
 #pragma omp parallel num_threads(num_threads)
   {
     const Team team = Team::here();
     std::vector<T> own;
-    const T* const normed = norm(x, rows.count, static_cast<const T*>(nullptr), own, team);
+    const T* const normed = norm(x, rows.count, static_cast<const T*>(nullptr), own, team, barrier);
     gemm<Epilogue::Store>(normed, rows.count, padded_hidden, layers.kv, projected, row_size, team);
-    barrier();
+    barrier.wait(team.count);
     const Range mine = share(rows.count * count, team);
     for (int64_t i = mine.begin; i < mine.end; ++i) {
       const int64_t layer = i / rows.count, row = i % rows.count;

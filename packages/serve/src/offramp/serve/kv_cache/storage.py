@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from offramp.serve import memory
+
 
 class KVStorage:
     """Keys and values of all blocks.
@@ -45,7 +47,9 @@ class KVStorage:
                 untouched, and the operating system provides it only when it is used.
         """
         shape = (num_layers, num_blocks * block_size, 2 * num_kv_heads * head_dim)
-        self.data = torch.full(shape, torch.nan, dtype=dtype) if poison else torch.empty(shape, dtype=dtype)
+        self.data = memory.empty(shape, dtype)
+        if poison:
+            self.data.fill_(torch.nan)
         self.block_size = block_size
 
     @staticmethod

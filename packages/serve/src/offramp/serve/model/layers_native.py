@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from offramp.common.model.block import Block
 from offramp.common.model.config import ModelConfig
+from offramp.serve import memory
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.rows import Rows
 from offramp.serve.model.stacking import fill_weights, stacked
@@ -135,7 +135,7 @@ class _Stack:
         if tensor is None:
             return
         if self.tensor is None:
-            self.tensor = torch.empty(self._count, *tensor.shape, dtype=tensor.dtype)
+            self.tensor = memory.empty((self._count, *tensor.shape), tensor.dtype)
         self.tensor[index] = tensor.detach()
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offramp.common.errors import OfframpError
+from offramp.serve import memory
 from offramp.serve.config import Kernels
 from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.native import native_library
@@ -71,7 +72,7 @@ class PackedLinear:
         if self.kernels == "native":
             library = native_library()
             assert library is not None
-            self._weight = library.ops.pack_linear(weight)
+            self._weight = memory.moved(library.ops.pack_linear(weight))
             self._bias = None if bias is None else library.ops.pack_bias(bias)
             # Named overloads, because looking for the right one at each call takes longer than a small product.
             self._linear, self._head = library.ops.linear.default, library.ops.head.default

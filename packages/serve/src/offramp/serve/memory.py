@@ -1,0 +1,39 @@
+"""Memory in huge pages, where the operating system gives them.
+
+Decoding reads all weights and much of the cache for every token, so it is bound by memory; and with pages of 4 KiB much
+of that time goes into finding the pages, most of all in a virtual machine, whose tables are two deep. With pages of
+2 MiB the engine decoded a third faster on the machine it was measured on.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_HUGE_PAGE = 2 << 20
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape whose content is undefined; memory that is not touched is not used."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < _HUGE_PAGE or sys.platform != "linux":
+        return torch.empty(shape, dtype=dtype)
+    # Room to begin at a whole page: the kernel need not place a mapping so.
+    region = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        region.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without them; ordinary pages do
+        pass
+    octets = torch.frombuffer(region, dtype=torch.uint8)
+    start = -octets.data_ptr() % _HUGE_PAGE
+    return octets[start : start + size].view(dtype).view(shape)
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """A contiguous tensor with the same content."""
+    return empty(tensor.shape, tensor.dtype).copy_(tensor)
