@@ -45,6 +45,29 @@ def said(request: Request) -> tuple[Any, ...]:
     return request.output_token_ids, request.exit_layers, request.confidences, request.logprobs
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_reported_changes_nothing_that_is_said(dtype: str) -> None:
+    loaded(supported_isa_levels()[0])
+    model = tiny_model(ExitConfig((1, 2, 3), "norm"), vocab_size=4000)  # so many that some are nearly equal
+    engine = make_engine(model, max_num_seqs=64, dtype=dtype, kernels="native")
+    answers: list[list[list[int]]] = []
+    for logprobs in (None, 0):
+        requests = [
+            Request(
+                str(index),
+                job.prompt,
+                SamplingParams(max_tokens=job.max_tokens, temperature=0, logprobs=logprobs),
+                ExitOptions("full") if index % 2 else ExitOptions("static", static_layer=2),
+            )
+            for index, job in enumerate(random_jobs([None] * 40))
+        ]
+        for request in requests:
+            engine.add_request(request)
+        drain(engine)
+        answers.append([request.output_token_ids for request in requests])
+    assert answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("head", ["adapter", "block"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_bits_do_not_depend_on_neighbours_chunks_or_preemption(dtype: str, head: HeadKind) -> None:

@@ -99,7 +99,7 @@ def probe(
         for layer in model.exits:
             x, previous = model.run_layers(x, rows, cache, depth, layer)
             depth = layer
-            logits = model.exits[layer].unembed(model.exit_state(layer, x, rows, cache)).float()
+            logits = model.exits[layer].unembed.logits(model.exit_state(layer, x, rows, cache))
             asked = None if layer == config.num_layers else policy
             for one, reading in zip(part, _read(logits, x, previous, top, asked), strict=True):
                 one.exits[layer] = reading

@@ -536,7 +536,7 @@ class Executor:
             unembed = self._model.exits[layer].unembed
             for start in range(item.start, stop, PROMPT_SLICE):
                 places = mine[start - item.start : min(start + PROMPT_SLICE, stop) - item.start]
-                logits = unembed(self._exit_state(sweep, layer, places)).float()
+                logits = unembed.logits(self._exit_state(sweep, layer, places))
                 on_prompt_logits(index, start, logits)
 
     def _say(self, iteration: _Iteration, left: Iterable[_Left]) -> tuple[list[Departure], list[_Left]]:
@@ -576,7 +576,7 @@ class Executor:
         for (unembed, needs_logits), group in waiting.items():
             state = group[0].state if len(group) == 1 else torch.cat([one.state for one in group])
             start = 0
-            logits = unembed(state).float() if needs_logits else None
+            logits = unembed.logits(state) if needs_logits else None
             head = None if needs_logits else unembed.head(state)
             for one in group:
                 part = slice(start, start + len(one.items))

@@ -288,5 +288,5 @@ class IterationExits:
             best = head.head(state)
             values = best.margin if rule.measure == "margin" else best.max_probability
             return values, Scored(part, state, best if whole else None)
-        logits = head(state).float()
+        logits = head.logits(state)
         return confidence(rule.measure, logits, x, previous), Scored(part, state, None, logits if whole else None)
