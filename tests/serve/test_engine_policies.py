@@ -58,6 +58,18 @@ def test_nobody_is_taken_along_below_its_minimum_layer() -> None:
     assert results[1][1] == [4] * 6
 
 
+def test_nobody_is_taken_along_through_an_exit_that_is_closed_to_it() -> None:
+    for closed in ({3: 0.9999999}, {2: 1.0, 3: 0.9999999}):
+        jobs = [Job((5, 6), 6, AT_2), Job((7, 8), 6, ExitPolicy("cosine", closed))]
+        results = run_jobs(make_engine(model(), sync_policy="quantile", quantile=0.5), jobs, every=0)
+        assert results[0][1] == [4] + [2] * 5
+        assert results[1][1] == [4] * 6
+    # Who was sure before may leave wherever the others do.
+    jobs = [Job((5, 6), 6, ExitPolicy("cosine", {1: -2.0})), Job((7, 8), 6, AT_2)]
+    results = run_jobs(make_engine(model(), sync_policy="all"), jobs, every=0)
+    assert [layers for _, layers in results] == [[4] + [2] * 5] * 2
+
+
 def test_the_cost_rule_gives_an_answer_of_the_same_model() -> None:
     engine = make_engine(model(), split_rule="cost")
     results = run_jobs(engine, [Job((5, 6), 20, AT_2), Job((7, 8), 20, None)], every=0)

@@ -9,7 +9,8 @@ from offramp.common.errors import OfframpError
 
 SyncPolicy = Literal["all", "quantile", "regroup"]
 """`all`: rows leave only together, once every row of the iteration is sure; `quantile`: all leave together as soon as a
-share of them is sure; `regroup`: each row leaves on its own."""
+share of them is sure, but for those that are not sure and have no threshold there; `regroup`: each row leaves on its
+own."""
 
 Kernels = Literal["auto", "native", "packed", "plain"]
 """What computes the layers. `native`: Offramp's C++ operations; `packed`: torch with weights packed by oneDNN; `plain`:

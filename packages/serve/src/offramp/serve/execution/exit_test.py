@@ -208,7 +208,6 @@ class IterationExits:
         by_exit: list[bool] = np.logical_or.reduce(used, axis=0).tolist()
         self.layers = [layer for layer, is_used in zip(candidates, by_exit, strict=True) if is_used]
         self._levels = dict(zip(candidates, levels.T, strict=True))
-        self._lowest = np.array([0 if allowed is None else allowed.policy.min_layer for allowed in exits])
         self._rules = list(dict.fromkeys(allowed.rule for allowed in exits if allowed is not None))
         numbers = {rule: number for number, rule in enumerate(self._rules)}
         self._rule_numbers = np.array([-1 if allowed is None else numbers[allowed.rule] for allowed in exits])
@@ -218,8 +217,8 @@ class IterationExits:
         return (self._levels[layer] < _NEVER) & ~self.sure
 
     def may_leave(self, layer: int) -> Mask:
-        """[I] requests whose minimum layer is not above `layer`."""
-        return self._lowest <= layer
+        """[I] requests that `layer` is open to, or that were sure already at an exit before it."""
+        return (self._levels[layer] < _NEVER) | self.sure
 
     def may_say(self, item: int) -> Tensor | None:
         """The shortlist of a request; see `ExitRule`."""
