@@ -93,6 +93,15 @@ def test_the_engine_records_its_iterations_and_gives_each_request_its_times() ->
     assert records[-1].after == Gauges(0, 0, 0, records[-1].after.cached_blocks, 8)
 
 
+def test_an_iteration_without_rows_has_run_nothing() -> None:
+    engine = make_engine(tiny_model(), kernels="plain")
+    engine.add_request(Request("a", (5, 6), SamplingParams(max_tokens=2)))
+    drain(engine)
+    engine.step()
+    assert engine.metrics.records[-2].segments
+    assert engine.metrics.records[-1].segments == ()
+
+
 def test_prefix_hits_are_counted_and_cancelled_requests_are_forgotten() -> None:
     engine = make_engine(tiny_model(), kernels="plain")
     prompt = tuple(range(5, 18))

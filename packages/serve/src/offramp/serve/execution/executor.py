@@ -244,7 +244,7 @@ class Executor:
 
     Attributes:
         stats: what was run since the start.
-        trace: what the last iteration ran.
+        trace: what was run since `prepare`.
     """
 
     def __init__(
@@ -288,6 +288,7 @@ class Executor:
     @torch.inference_mode()
     def prepare(self, output: SchedulerOutput) -> None:
         """Do what comes before anything is computed: forget the preempted, and copy blocks."""
+        self.trace = Trace()
         for request_id in output.preempted:
             self.forget(request_id)
         if output.copies:
@@ -312,7 +313,6 @@ class Executor:
         Returns:
             Together, every row that predicts a token, once.
         """
-        self.trace = Trace()
         sweep = self._begin(scheduled)
         iteration = self._plan(scheduled, exits, np.array(needs_logits, dtype=np.bool_), sweep)
         departures: list[Departure] = []
