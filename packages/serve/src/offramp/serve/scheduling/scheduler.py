@@ -345,7 +345,10 @@ class Scheduler:
         limit = sequence.exact_limit
         # The block that the limit lies in counts if all of it is known and matches.
         num_tokens = min(request.num_tokens, -(-limit // size) * size)
-        return self._prefix.match(request.tokens, num_tokens)
+        hits = self._prefix.match(request.tokens, num_tokens)
+        if len(hits) == self._pool.num_blocks and len(hits) * size > limit:
+            hits.pop()  # the last one could only be written in a copy, for which there would be no block
+        return hits
 
     def _is_next_block_under_way(self, sequence: _Sequence, hits: Sequence[PrefixNode]) -> bool:
         """Whether a running request is computing the very block that a waiting one would begin with."""
