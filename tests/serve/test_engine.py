@@ -142,6 +142,21 @@ def test_logits_that_are_not_finite_fail_one_request_and_leave_no_trace_in_its_b
         assert (request.output_token_ids, request.exit_layers) == good
 
 
+def test_logits_of_a_prompt_that_are_not_finite_fail_the_request_that_asks_for_them() -> None:
+    model = tiny_model(EXITS)
+    with torch.no_grad():
+        model.embed_tokens.weight[99] = torch.nan
+    engine = make_engine(model)
+    bad = make_request("bad", (5, 99, 7), max_tokens=0, prompt_logprobs=1)
+    beside = make_request("beside", (5, 6, 7), max_tokens=0, prompt_logprobs=1)
+    engine.add_request(bad)
+    engine.add_request(beside)
+    ends = finished(drain(engine))
+    assert "not finite" in str(ends["bad"].error)
+    assert ends["bad"].prompt_logprobs == ()
+    assert (ends["beside"].finish_reason, len(ends["beside"].prompt_logprobs)) == ("length", 2)
+
+
 def test_a_token_that_cannot_be_read_fails_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     push = TextStream.push
     broken: list[TextStream] = []
@@ -170,6 +185,7 @@ def test_requests_that_can_never_run_are_refused_at_once() -> None:
         "outside the vocabulary": make_request("a", (5, 300)),
         "more than the 128": make_request("a", [5] * 100, max_tokens=29),
         "stop strings need a tokenizer": make_request("a", stop=("x",)),
+        "stop_token_ids name every token": make_request("a", stop_token_ids=tuple(range(300)), min_tokens=1),
         "thresholds name layers": Job((5,), 4, ExitPolicy("margin", {4: 0.5})).request("a"),
         "shortlist names token": Job((5,), 4, ExitPolicy("margin", {1: 0.5}, shortlist=(1, 300))).request("a"),
     }
@@ -224,6 +240,14 @@ def test_any_end_token_ends_the_text_unless_ignored(tmp_path: Path) -> None:
     assert cut.finish_reason == "stop"
     (ignored,) = generate(engine, ["hello"], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
     assert ignored.token_ids == whole.token_ids
+
+
+def test_offline_prompts_wait_their_turn_also_where_blocks_run_out() -> None:
+    # Whoever loses its blocks waits again, beside a queue that is full.
+    engine = make_engine(tiny_model(EXITS), max_num_seqs=2, max_waiting=1, num_blocks=6)
+    completions = generate(engine, [[5 + index, 6, 7] for index in range(6)], SamplingParams(max_tokens=16))
+    assert engine.metrics.totals.preemptions > 0
+    assert [len(completion.token_ids) for completion in completions] == [16] * 6
 
 
 def test_offline_completions_are_in_order_however_long_the_queue() -> None:

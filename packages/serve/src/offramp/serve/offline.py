@@ -120,7 +120,8 @@ def generate(
     waiting = iter(requests)
     try:
         while True:
-            for request in itertools.islice(waiting, engine.config.max_waiting - engine.num_waiting):
+            room = max(0, engine.config.max_waiting - engine.num_waiting)  # who has lost its blocks waits as well
+            for request in itertools.islice(waiting, room):
                 engine.add_request(request)
             if not engine.has_unfinished:
                 return completions

@@ -78,6 +78,11 @@ class IterationResults:
         request = self._voices[item].request
         number = request.sampling.prompt_logprobs
         assert number is not None
+        if item in self._failed:
+            return
+        if not bool(logits.amax(dim=-1).isfinite().all()):
+            self._end(item, NoTokenError(), self._num_layers)
+            return
         tokens = request.prompt_token_ids[start + 1 : start + 1 + len(logits)]
         self._prompts[item] += prompt_logprobs(logits, tokens, number)
 
