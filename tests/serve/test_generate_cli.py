@@ -151,6 +151,7 @@ def test_the_text_follows_a_language(directory: Path, tmp_path: Path, capsys: py
         (["--measure", "cosine"], "no thresholds for the measure 'cosine'"),
         (["--max-tokens", "1000"], "more than the 256"),
         (["--temperature", "-1"], "temperature -1.0"),
+        (["--probe", "--probe-top", "0"], "--probe-top 0 must be at least 1"),
     ],
 )
 def test_faults_are_one_sentence(

@@ -108,6 +108,13 @@ def refusal(reply: Complete | Generation, status: int) -> dict[str, Any]:
     return error
 
 
+def test_choices_of_one_prompt_are_checked_once(thread: EngineThread) -> None:
+    checked: list[Request] = []
+    service = OpenAIService(thread, tiny_tokenizer(), card(), checked.append)
+    service.open(COMPLETIONS, body(prompt=["a", "b"], n=2, max_tokens=1), "x")
+    assert [request.request_id for request in checked] == ["cmpl-x-0", "cmpl-x-2"]
+
+
 def test_completion(service: OpenAIService) -> None:
     got = answer(service.open(COMPLETIONS, body(prompt="Hello", max_tokens=3), "1"))
     assert got["object"] == "text_completion"

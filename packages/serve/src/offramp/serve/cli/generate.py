@@ -32,6 +32,8 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.n < 1:
         raise OfframpError(f"--n {options.n} must be at least 1 text for each prompt.")
+    if options.probe_top < 1:
+        raise OfframpError(f"--probe-top {options.probe_top} must be at least 1 token for each exit.")
     sampling = SamplingParams(
         max_tokens=options.max_tokens,
         min_tokens=options.min_tokens,

@@ -201,7 +201,7 @@ class OpenAIService:
             for sequence in range(sequences)
         ]
         try:
-            for request in requests:
+            for request in requests[::sequences]:  # those of one prompt differ in nothing that is checked
                 self._check(request)
         except OfframpError as fault:
             raise bad_request(str(fault), param=field_at_fault(fault, body)) from fault
