@@ -97,7 +97,7 @@ def test_an_exit_that_does_not_exist_is_refused_with_those_that_do(exits: list[i
     thresholds=st.dictionaries(st.integers(1, 60), st.floats(-2, 2), max_size=5),
     min_layer=st.integers(0, 60),
     decay=st.none() | st.floats(0, 50),
-    shortlist=st.none() | st.lists(st.integers(0, 1000), min_size=2, max_size=5).map(tuple),
+    shortlist=st.none() | st.lists(st.integers(0, 1000), min_size=2, max_size=5, unique=True).map(tuple),
 )
 def test_policy_survives_json(**fields: Any) -> None:
     policy = ExitPolicy(**fields)
@@ -112,6 +112,7 @@ def test_policy_survives_json(**fields: Any) -> None:
         ({"decay": -1.0}, "decay -1.0 must be 0 or more"),
         ({"decay": math.nan}, "decay nan must be 0 or more"),
         ({"shortlist": (7,)}, "at least 2"),
+        ({"shortlist": (7, 8, 7)}, "names a token twice"),
     ],
 )
 def test_a_wrong_policy_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -27,7 +27,7 @@ class ExitPolicy:
         shortlist: token ids that may be said at an exit, and over which logit measures are computed, which is far
             cheaper than over the whole vocabulary (None). A row that is sure enough on the shortlist leaves only if its
             best token there is its best token of the whole vocabulary; otherwise it goes on. `cosine` looks at no
-            logits, so it leaves with any token.
+            logits, so it leaves with any token. Where tokens are drawn, the one drawn need not be on the list.
     """
 
     measure: Measure = "margin"
@@ -47,6 +47,8 @@ class ExitPolicy:
             raise OfframpError(f"decay {self.decay} must be 0 or more.")
         if self.shortlist is not None and len(self.shortlist) < 2:
             raise OfframpError(f"a shortlist of {len(self.shortlist)} tokens is too short; it needs at least 2.")
+        if self.shortlist is not None and len(set(self.shortlist)) < len(self.shortlist):
+            raise OfframpError("the shortlist names a token twice, which no margin can tell apart; name each once.")
 
     def threshold(self, layer: int, step: int, max_steps: int) -> float:
         """Value the confidence must exceed at an exit; infinity where the exit is not used.
