@@ -81,14 +81,12 @@ class ExecutorStats:
         calls: for each backbone layer, how often it was called.
         rows_run: for each backbone layer, the rows it was run on.
         rows_filled: rows whose skipped layers were filled.
-        rows_carried: rows that had left in an earlier pass and were carried on.
         rows_vetoed: rows that had left and went on, because they would have said a token outside their shortlist.
     """
 
     calls: list[int]
     rows_run: list[int]
     rows_filled: int = 0
-    rows_carried: int = 0
     rows_vetoed: int = 0
 
 
@@ -512,7 +510,6 @@ class Executor:
                 if group is not None:
                     arrivals.append(_Arrival(item, group.positions, group.states, predicts=False))
                     self.trace.pending_rows += len(group.positions)
-                    self.stats.rows_carried += len(group.positions)
         if arrivals:
             sweep.admit(arrivals, self._num_layers)
 

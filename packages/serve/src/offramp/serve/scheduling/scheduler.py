@@ -126,7 +126,6 @@ class Scheduler:
 
     Attributes:
         num_preemptions: how often a running request lost its blocks.
-        num_prefix_hit_tokens: tokens that were not computed because their keys and values were in the prefix cache.
     """
 
     def __init__(self, config: EngineConfig, block_pool: BlockPool, max_model_len: int, num_layers: int) -> None:
@@ -151,7 +150,6 @@ class Scheduler:
         self._num_iterations = 0
         self._in_flight: SchedulerOutput | None = None
         self.num_preemptions = 0
-        self.num_prefix_hit_tokens = 0
 
     @property
     def num_waiting(self) -> int:
@@ -400,7 +398,6 @@ class Scheduler:
         request.num_computed_tokens = request.num_exact_tokens = num_tokens
         if not request.num_preemptions:
             request.num_cached_tokens = num_tokens
-        self.num_prefix_hit_tokens += num_tokens
         request.status = RequestStatus.RUNNING
         self._running[request.request_id] = sequence
 
