@@ -266,6 +266,18 @@ def test_a_language_that_becomes_too_large_on_the_way_says_so() -> None:
     assert not allowed.any()
 
 
+def test_a_language_that_becomes_too_large_in_taking_a_token_is_not_let_go() -> None:
+    # The matcher fails while it consumes the token, and not in the mask that comes next.
+    request, state = begin(regex("(a{1000}){1000}"), temperature=0)
+    logits = torch.zeros(1, len(TOKENIZERS["byte_level"]))
+    (one,) = sample(logits, [state])
+    assert one is not None
+    request.output_token_ids.append(one.token_id)
+    assert sample(logits, [state]) == [None]
+    assert state.fault is not None
+    assert state.fault.startswith("the constraint cannot be followed any further: ")
+
+
 @pytest.mark.parametrize(
     ("constraint", "words"),
     [

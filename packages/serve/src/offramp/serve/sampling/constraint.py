@@ -67,7 +67,7 @@ class ConstraintState:
         """Which tokens may come next, [V]; a new array."""
         self.fault = None
         allowed = np.zeros(self._vocab_size, dtype=bool)
-        if self._num_beyond:
+        if self._num_beyond and not self._matcher.is_error():  # a token that is too much work is not taken either
             # Only after drafts that are judged together: what follows one that ends the answer, or that the full model
             # cannot agree with, is asked for and thrown away.
             allowed[:] = True
