@@ -9,7 +9,7 @@ Legend: N rows, V vocabulary, P cells.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -107,14 +107,13 @@ class LogitProcessors:
         loss = np.float32(params.presence_penalty) * (number > 0) + np.float32(params.frequency_penalty) * number
         self._penalties.add(row, ids, divisor, loss.astype(np.float32))
 
-    def bias(self, row: int, pairs: Sequence[tuple[int, float]]) -> None:
+    def bias(self, row: int, token_ids: _Ids, numbers: _Floats) -> None:
         """Ask for numbers to be added to the logits of tokens of a row, each token at most once."""
-        ids, numbers = zip(*pairs, strict=True)
-        self._biases.add(row, np.array(ids, dtype=np.int64), np.array(numbers, dtype=np.float32))
+        self._biases.add(row, token_ids, numbers)
 
-    def rule_out(self, row: int, token_ids: Collection[int]) -> None:
+    def rule_out(self, row: int, token_ids: _Ids) -> None:
         """Ask that tokens of a row cannot be chosen."""
-        self._ruled_out.add(row, np.fromiter(token_ids, dtype=np.int64, count=len(token_ids)))
+        self._ruled_out.add(row, token_ids)
 
     def allow_only(self, row: int, is_allowed: npt.NDArray[np.bool_]) -> None:
         """Ask that no other token of a row can be chosen; `is_allowed` is [V]."""

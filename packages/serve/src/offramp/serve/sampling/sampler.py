@@ -61,6 +61,10 @@ class SamplingState:
         assert (params.constraint is None) == (constraint is None), "a constraint and its state belong together"
         self.request = request
         self.seed = fresh_seed() if params.seed is None else params.seed
+        # Both may name the whole vocabulary, and rows are many: made into arrays once.
+        self._biased = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
+        self._biases = np.array([number for _, number in params.logit_bias], dtype=np.float32)
+        self._ends = np.array(sorted(request.stop_ids), dtype=np.int64)
         self._counts = TokenCounts(request.prompt_token_ids) if params.has_penalties else None
         self._constraint = constraint
         self._readers = [reader for reader in (self._counts, constraint) if reader is not None]
@@ -101,9 +105,9 @@ class SamplingState:
         if self._counts is not None:
             processors.penalize(row, params, self._counts)
         if params.logit_bias:
-            processors.bias(row, params.logit_bias)
+            processors.bias(row, self._biased, self._biases)
         if index < params.min_tokens and self.request.stop_ids:
-            processors.rule_out(row, self.request.stop_ids)
+            processors.rule_out(row, self._ends)
         if self._constraint is not None:
             processors.allow_only(row, self._constraint.allowed())
 
