@@ -37,6 +37,7 @@ from offramp.serve.request import (
         ({"stop": ("x", "")}, "empty string"),
         ({"stop": "xy"}, "must be a tuple of strings"),
         ({"stop_token_ids": (-1,)}, "stop token id -1"),
+        ({"stop_token_ids": (2**63,)}, "stop token id 9223372036854775808 must be in 0..9223372036854775807"),
         ({"logprobs": -1}, "logprobs -1"),
         ({"prompt_logprobs": -1}, "prompt_logprobs -1 must be at least 0"),
         ({"max_tokens": -1, "prompt_logprobs": 0}, "max_tokens -1 must be at least 0"),

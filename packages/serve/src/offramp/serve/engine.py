@@ -211,6 +211,11 @@ class Engine:
         if wrong := [token for token in request.prompt_token_ids if not 0 <= token < size]:
             raise OfframpError(f"the prompt holds token {wrong[0]}, outside the vocabulary of {size}.")
         request.sampling.check_vocabulary(size)
+        if request.sampling.min_tokens and all(token in request.stop_ids for token in range(size)):
+            raise OfframpError(
+                f"stop_token_ids name every token of the vocabulary of {size}, so none can be among the min_tokens "
+                f"{request.sampling.min_tokens} before an end; leave one of them out."
+            )
         self._constraints.start(request)
         if self._tokenizer is None and request.sampling.stop:
             raise OfframpError("stop strings need a tokenizer, and this engine has none; give stop_token_ids.")

@@ -125,7 +125,7 @@ class SamplingParams:
         if not isinstance(self.stop_token_ids, tuple):
             raise OfframpError(f"stop_token_ids {self.stop_token_ids!r} must be a tuple of token ids.")
         for token in self.stop_token_ids:
-            _check_int("stop token id", token, low=0)
+            _check_int("stop token id", token, low=0, high=2**63 - 1)
         for name, number in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if number is not None:
                 _check_int(name, number, low=0)

@@ -175,7 +175,7 @@ class GenerationBody(_Body):
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     min_tokens: int = Field(default=0, ge=0)
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**63)]] = []
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
     offramp: OfframpOptions = OfframpOptions()
