@@ -117,6 +117,20 @@ def test_a_failing_build_says_why_and_leaves_nothing(
     assert [file.name for file in cache.iterdir()] == ["lock"]
 
 
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [('g++ "', "which no shell could read"), ("true", "true makes no library: is it a C\\+\\+ compiler")],
+)
+def test_a_compiler_that_is_none_is_a_reason(
+    named: str, words: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", named)
+    with pytest.raises(NativeUnavailableError, match=words) as caught:
+        native._built("portable")
+    assert caught.value.for_every_level
+    assert not list(cache.glob("*.so"))
+
+
 def test_a_level_that_does_not_build_gives_way_to_the_next(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,7 +123,7 @@ def load_library(isa: str) -> NativeLibrary:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        raise NativeUnavailableError(f"{path} cannot be loaded: {error}") from error
+        raise NativeUnavailableError(f"{path} cannot be loaded; delete it to have it built anew: {error}") from error
     library = NativeLibrary(isa, path, getattr(torch.ops, f"offramp_{isa}"))
     if not library.ops.may_run():
         raise NativeUnavailableError("the operating system does not let this process use these instructions")
@@ -180,8 +180,13 @@ def _compiler_flag(cpu_flag: str) -> str:
 
 def _compiler() -> list[str]:
     chosen = os.environ.get("CXX")
-    if chosen:
-        return shlex.split(chosen)
+    if chosen and not chosen.isspace():
+        try:
+            return shlex.split(chosen)
+        except ValueError as error:
+            raise NativeUnavailableError(
+                f"CXX is {chosen!r}, which no shell could read: {error}", for_every_level=True
+            ) from error
     for name in ("g++", "clang++", "c++"):
         found = shutil.which(name)
         if found is not None:
@@ -218,6 +223,10 @@ def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> None:
             log.debug("%s\n%s", shlex.join(command), done.stderr)
             first = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
             raise NativeUnavailableError(f"the build failed: {first}")
+        if not partial.is_file():
+            raise NativeUnavailableError(f"{compiler[0]} makes no library: is it a C++ compiler?", for_every_level=True)
+        with partial.open("rb") as library:
+            os.fsync(library.fileno())  # half a library, left by a machine that went down, would kill each process
         os.replace(partial, path)
 
 
