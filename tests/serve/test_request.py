@@ -89,8 +89,6 @@ def test_a_vocabulary_must_have_the_biased_tokens() -> None:
 
 
 def test_exit_options() -> None:
-    assert ExitOptions().enabled
-    assert not ExitOptions(kv_policy="full").enabled
     with pytest.raises(OfframpError, match="choose one of full, fill"):
         ExitOptions(kv_policy="none")  # pyright: ignore[reportArgumentType]
     with pytest.raises(OfframpError, match="takes no exit policy"):
@@ -111,13 +109,13 @@ def test_ignore_eos_keeps_the_users_stop_tokens() -> None:
     assert make_request(eos=(1, 2), stop_token_ids=(2, 5), ignore_eos=True).stop_ids == {2, 5}
 
 
-def test_all_stop_tokens_are_forbidden_until_min_tokens() -> None:
-    request = make_request(eos=(1,), stop_token_ids=(5,), min_tokens=2)
-    assert request.forbidden_ids == {1, 5}
+def test_a_request_may_stop_after_min_tokens() -> None:
+    request = make_request(min_tokens=2)
+    assert not request.may_stop
     request.output_token_ids.append(9)
-    assert request.forbidden_ids == {1, 5}
+    assert not request.may_stop
     request.output_token_ids.append(9)
-    assert request.forbidden_ids == frozenset()
+    assert request.may_stop
 
 
 def test_tokens_are_prompt_and_output_as_one_sequence() -> None:

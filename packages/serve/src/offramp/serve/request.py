@@ -222,11 +222,6 @@ class ExitOptions:
             raise OfframpError("KV policy 'static' and static_layer belong together; give both or neither.")
         _check_int("max_pending", self.max_pending, low=1)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether tokens may leave early."""
-        return self.kv_policy != "full"
-
 
 class RequestStatus(Enum):
     """Where a request is in its life. The members after RUNNING are final."""
@@ -255,7 +250,7 @@ _FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Natural-log probabilities at one generated token, from the raw logits (before temperature, top-k and top-p) of
-    the exit that said it.
+    the exit that said it; under `verify` always of the last layer, which judged it.
 
     Attributes:
         token_id: the generated token.
@@ -398,11 +393,6 @@ class Request:
     def may_stop(self) -> bool:
         """Whether the next token may end it by a stop token or a stop string: `min_tokens` come before it."""
         return len(self.output_token_ids) >= self.sampling.min_tokens
-
-    @property
-    def forbidden_ids(self) -> frozenset[int]:
-        """Tokens that must not be sampled next: every stop token, until `min_tokens` are generated."""
-        return frozenset() if self.may_stop else self._stop_ids
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions `start` up to but not including `stop`, of prompt, output and drafts in a row."""
