@@ -153,3 +153,8 @@ def test_statuses_and_reasons() -> None:
         "CANCELLED": "cancelled",
         "FAILED": "error",
     }
+
+
+def test_a_grammar_that_would_take_seconds_to_compile_is_refused() -> None:
+    with pytest.raises(OfframpError, match="has 65537 characters, more than 65536; shorten it"):
+        Constraint("regex", "a" * 65_537)

@@ -7,6 +7,7 @@ of that time goes into finding the pages, most of all in a virtual machine, whos
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import sys
@@ -25,10 +26,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     # Room to begin at a whole page: the kernel need not place a mapping so.
     region = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    with contextlib.suppress(OSError):  # a kernel without them; ordinary pages do
         region.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them; ordinary pages do
-        pass
     octets = torch.frombuffer(region, dtype=torch.uint8)
     start = -octets.data_ptr() % _HUGE_PAGE
     return octets[start : start + size].view(dtype).view(shape)

@@ -30,6 +30,10 @@ def _check_float(name: str, value: object) -> None:
         raise OfframpError(f"{name} is a whole number of {value.bit_length()} bits; give a smaller one.")
 
 
+MAX_GRAMMAR = 1 << 16
+"""Characters of a grammar. Compiling takes seconds and hundreds of megabytes for one ten times as long."""
+
+
 @dataclass(frozen=True)
 class Constraint:
     """A language that the generated text must be in.
@@ -47,6 +51,11 @@ class Constraint:
             raise OfframpError(f"constraint {self.kind!r} is unknown; choose one of json, json_schema, regex.")
         if not isinstance(self.grammar, str):
             raise OfframpError(f"the grammar of constraint {self.kind!r} is no text: {self.grammar!r}.")
+        if len(self.grammar) > MAX_GRAMMAR:
+            raise OfframpError(
+                f"the grammar of constraint {self.kind!r} has {len(self.grammar)} characters, more than {MAX_GRAMMAR}; "
+                "shorten it."
+            )
         if (self.kind == "json") != (not self.grammar):
             raise OfframpError(
                 "constraint 'json' takes no grammar; leave it out, or choose 'json_schema'."

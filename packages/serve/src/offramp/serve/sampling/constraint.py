@@ -23,7 +23,7 @@ from offramp.serve.request import Constraint, Request
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_NUM_KEPT = 64  # compiled grammars; many requests share a few
+_NUM_KEPT = 16  # compiled grammars; many requests share a few, and a large one takes 200 MB
 
 # How much work a grammar may be is the library's default; its messages are to be short.
 _LIMITS = LLParserLimits(verbose_errors=False)
