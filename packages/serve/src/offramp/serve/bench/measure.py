@@ -286,7 +286,7 @@ def _seconds(totals: Totals) -> float:
 
 def _layers_s(totals: Totals) -> float:
     """Seconds per token in the layers."""
-    return (totals.parts["layers"] + totals.parts["attention"]) / totals.new_tokens
+    return totals.parts["layers"] / totals.new_tokens
 
 
 def _quantile_ms(seconds: Sequence[float], share: float) -> float | None:

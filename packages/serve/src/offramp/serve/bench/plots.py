@@ -23,7 +23,6 @@ _AXES: dict[Axis, str] = {
 _UNITS: dict[Axis, str] = {"batch": "sequences", "prompt_tokens": "prompt", "new_tokens": "new"}
 _COLOURS = {
     "layers": "#4477aa",
-    "attention": "#66ccee",
     "head": "#228833",
     "exit_test": "#ccbb44",
     "fill": "#ee6677",
