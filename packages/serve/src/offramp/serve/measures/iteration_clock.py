@@ -18,9 +18,10 @@ from typing import Final, Literal, get_args
 
 Part = Literal["scheduling", "layers", "exit_test", "fill", "head", "sampling", "detokenising", "other"]
 """`scheduling`: choosing rows, and taking tokens in. `layers`: the backbone, and blocks of exit heads, attention
-included: one operation runs a whole segment and does not tell it apart. `exit_test`: confidence and the decision who leaves. `fill`: keys and values of skipped layers. `head`: logits, or the
-best token without them, of rows that have left. `sampling`: tokens out of logits, judging drafts included.
-`detokenising`: text out of tokens. `other`: building rows, regrouping, embedding, outputs."""
+included: one operation runs a whole segment and does not tell it apart. `exit_test`: confidence and the decision who
+leaves. `fill`: keys and values of skipped layers. `head`: logits, or the best token without them, of rows that have
+left. `sampling`: tokens out of logits, judging drafts included. `detokenising`: text out of tokens. `other`: building
+rows, regrouping, embedding, outputs."""
 
 PARTS: Final[tuple[Part, ...]] = get_args(Part)
 
