@@ -1,0 +1,41 @@
+"""Which requests can never run, however long they wait."""
+
+from __future__ import annotations
+
+from offramp.common.errors import OfframpError
+from offramp.serve.config import EngineConfig
+from offramp.serve.request import Request
+
+
+def check_limits(request: Request, config: EngineConfig, max_model_len: int, cache_tokens: int) -> None:
+    """Raise `OfframpError` for a request that can never run.
+
+    Args:
+        request: not yet admitted.
+        config: the engine's limits.
+        max_model_len: most tokens of one request, prompt and completion together.
+        cache_tokens: tokens that the KV cache holds.
+    """
+    sizes = (
+        f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.sampling.max_tokens} make "
+        f"{request.max_total_tokens} tokens"
+    )
+    if request.max_total_tokens > max_model_len:
+        raise OfframpError(
+            f"{sizes}, more than the {max_model_len} that the model takes; shorten the prompt or lower max_tokens."
+        )
+    if request.max_total_tokens > cache_tokens:
+        raise OfframpError(
+            f"{sizes}, more than the {cache_tokens} that the KV cache holds; shorten the prompt, lower max_tokens or "
+            "enlarge the cache."
+        )
+    if request.exits.kv_policy not in ("recompute", "verify"):
+        return
+    # One row is for others: a request that always takes the whole budget would shut them out.
+    budget = config.max_tokens_per_iteration
+    num_pending = min(request.exits.max_pending, request.sampling.max_tokens)
+    if num_pending + 2 > budget:
+        raise OfframpError(
+            f"max_pending {request.exits.max_pending} lets {num_pending} tokens run again beside a new one, and "
+            f"max_tokens_per_iteration {budget} leaves no row for other requests; lower the first or raise the second."
+        )
