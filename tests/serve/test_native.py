@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from offramp.common.errors import OfframpError
 from offramp.serve.model import native
 from offramp.serve.model.linear import PackedLinear, choose_kernels
 from offramp.serve.model.native import NativeUnavailableError, native_library, supported_isa_levels
+from offramp.serve.model.native_check import agrees_with_torch
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo "compiler {version}"; exit 0; fi
@@ -114,7 +117,7 @@ def test_a_failing_build_says_why_and_leaves_nothing(
     with pytest.raises(NativeUnavailableError, match="error: no such thing"):
         native._built("portable")
     assert log.is_file()
-    assert [file.name for file in cache.iterdir()] == ["lock"]
+    assert {file.name for file in cache.iterdir()} <= {"lock"}
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,26 @@ def test_processes_that_start_together_build_once(cache: Path, tmp_path: Path, m
     assert log.read_text() == "run\n"
 
 
+@pytest.mark.parametrize("damage", ["truncated", "changed", "undigested"])
+def test_a_damaged_library_is_built_again(
+    damage: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, runs = compiler(tmp_path, "echo made > $out")
+    monkeypatch.setenv("CXX", path)
+    library = native._built("portable")
+    if damage == "truncated":
+        library.write_bytes(library.read_bytes()[:2])
+    elif damage == "changed":
+        library.write_text("mode\n")
+    else:
+        library.with_suffix(".sha256").unlink()
+    with caplog.at_level(logging.INFO, "offramp"):
+        assert native._built("portable") == library
+    assert library.read_text() == "made\n"
+    assert runs.read_text() == "run\nrun\n"
+    assert [f"{library} is damaged" in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_another_compiler_level_or_source_is_another_library(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,19 +227,69 @@ def test_a_library_that_came_with_the_distribution_is_taken(
 
 def test_a_library_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     library = loaded("portable")
-    assert native._agrees_with_torch(library.ops)
-
-    class Wrong:
-        def __getattr__(self, name: str) -> object:
-            return getattr(library.ops, name)
-
-        def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-            return library.ops.rms_norm(x, weight, eps) * 1.5
-
-    assert not native._agrees_with_torch(Wrong())
-    monkeypatch.setattr(native, "_agrees_with_torch", lambda ops: False)
+    assert agrees_with_torch(library.ops)
+    monkeypatch.setattr(native, "agrees_with_torch", lambda ops: False)
     with pytest.raises(NativeUnavailableError, match="does not compute what torch does"):
         native.load_library.__wrapped__("portable")
+
+
+class Wrong:
+    """A library with one operation that is wrong."""
+
+    def __init__(self, ops: Any, name: str, fault: Callable[..., object]) -> None:
+        self._ops, self._name, self._fault = ops, name, fault
+
+    def __getattr__(self, name: str) -> object:
+        right = getattr(self._ops, name)
+        return partial(self._fault, right) if name == self._name else right
+
+
+def scaled(right: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> torch.Tensor:
+    return right(*arguments, **options) * 1.2
+
+
+def other_best_tokens(right: Callable[..., tuple[torch.Tensor, ...]], *arguments: Any) -> tuple[torch.Tensor, ...]:
+    token_ids, *rest = right(*arguments)
+    return (token_ids + 1) % 70, *rest
+
+
+def no_window(right: Callable[..., object], *arguments: Any) -> object:
+    return right(*arguments[:-2], 0, arguments[-1])
+
+
+def tables_of_the_other_sequence(right: Callable[..., object], *arguments: Any) -> object:
+    return right(*arguments[:4], 1 - arguments[4], *arguments[5:])
+
+
+def a_key_too_few(right: Callable[..., object], *arguments: Any) -> object:
+    return right(*arguments[:2], (arguments[2] - 1).clamp(min=0), *arguments[3:])
+
+
+def one_layer(right: Callable[..., object], *arguments: Any) -> object:
+    return right(*arguments[:-6], 1, *arguments[-5:])
+
+
+def nothing(right: Callable[..., object], *arguments: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("linear", scaled),
+        ("gated_linear", scaled),
+        ("rms_norm", scaled),
+        ("head", other_best_tokens),
+        ("run_layers", no_window),
+        ("run_layers", tables_of_the_other_sequence),
+        ("run_layers", a_key_too_few),
+        ("run_layers", one_layer),
+        ("write_kv", nothing),
+        ("fill", nothing),
+    ],
+)
+def test_every_operation_that_is_wrong_is_found(name: str, fault: Callable[..., object]) -> None:
+    assert not agrees_with_torch(Wrong(loaded("portable").ops, name, fault))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -103,7 +103,8 @@ struct Ahead {
   const T* keys;  // of slot 0
   int64_t token_size;
   int head_dim;
-  const int32_t* slots;
+  const int32_t* slots;  // of all sequences
+  int64_t offset;        // Tile::slots
   int64_t stop_key;
 
   // A group is about to be computed: ask for the one that comes kKeys later.
@@ -111,7 +112,7 @@ struct Ahead {
 
   void ask(int64_t key, int64_t stop) const {
     for (; key < std::min(stop, stop_key); ++key) {
-      const T* const vector = keys + slots[key] * token_size;
+      const T* const vector = keys + slots[offset + key] * token_size;
       for (int e = 0; e < head_dim; e += 64 / int(sizeof(T))) {
         prefetch(vector + e);
         prefetch(vector + token_size / 2 + e);
@@ -128,7 +129,7 @@ static bool attend_tile(const AttentionLayer<T>& layer, const Tile& tile, const 
   const int head_dim = shape.head_dim, heads = task.stop_head - task.first_head, num_queries = heads * tile.num_rows;
   const int64_t token_size = shape.token_size(), values_offset = token_size / 2;
   const T* const base = layer.cache + int64_t(task.kv_head) * head_dim;
-  const int32_t* const slots = layer.plan.slots.data() + tile.slots;
+  const int32_t* const slots = layer.plan.slots.data();
   const float scale = 1.f / std::sqrt(float(head_dim));
   auto& [queries, block, products] = scratch;
 
@@ -140,14 +141,14 @@ static bool attend_tile(const AttentionLayer<T>& layer, const Tile& tile, const 
                   shape.first_key(position), position + 1, row, head, -std::numeric_limits<float>::infinity(), {}};
   }
   products.begin(queries, head_dim);
-  const Ahead<T> ahead{base, token_size, head_dim, slots, tile.stop_key};
+  const Ahead<T> ahead{base, token_size, head_dim, slots, tile.slots, tile.stop_key};
   ahead.ask(tile.first_key, tile.first_key + Ahead<T>::kKeys);
   for (block.start = tile.first_key / kKeyBlock * kKeyBlock; block.start < tile.stop_key; block.start += kKeyBlock) {
     block.first = int(std::max<int64_t>(tile.first_key - block.start, 0));
     block.stop = int(std::min<int64_t>(tile.stop_key - block.start, kKeyBlock));
     for (int i = block.first / kLanes * kLanes; i < (block.stop + kLanes - 1) / kLanes * kLanes; ++i) {
       const int64_t key = std::clamp<int64_t>(block.start + i, tile.first_key, tile.stop_key - 1);
-      block.keys[i] = base + slots[key] * token_size;
+      block.keys[i] = base + slots[tile.slots + key] * token_size;
       block.values[i] = block.keys[i] + values_offset;
     }
     products.score(block, ahead);

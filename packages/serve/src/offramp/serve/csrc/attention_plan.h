@@ -28,7 +28,7 @@ struct AttentionShape {
 struct Tile {
   int first_row, num_rows;
   int64_t first_key, stop_key;  // the union of what they see
-  int64_t slots;                // plan.slots[slots + key] is where a key lies
+  int64_t slots;                // plan.slots[slots + key] is where a key lies; negative where a window leaves out the first
 };
 
 // A piece of work for one thread: some query heads of one key/value head of a tile.

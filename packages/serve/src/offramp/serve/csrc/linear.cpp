@@ -71,18 +71,6 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   return y;
 }
 
-void linear_add(const at::Tensor& y, const at::Tensor& x, const at::Tensor& packed,
-                const std::optional<at::Tensor>& bias) {
-  check_input(x, packed);
-  check_rows(y, "y");
-  check_same_type(y, "y", x, "x");
-  TORCH_CHECK(y.size(0) == x.size(0), "y has ", y.size(0), " rows and x ", x.size(0), "; they must agree");
-  with_type(x, [&](auto type) {
-    using T = decltype(type);
-    run<Epilogue::Residual, T, T>(x, linear_of<T>(packed, bias, y.size(1), false), y);
-  });
-}
-
 at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                         int64_t out_features) {
   check_input(x, packed);
@@ -124,8 +112,6 @@ TORCH_LIBRARY_FRAGMENT(OFFRAMP_OPS, m) {
   m.def("pack_bias(Tensor bias, bool gated=False) -> Tensor");
   // x W^T + b, [N, I] -> [N, O]; keep_fp32 leaves the sums of bf16 products as they are.
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool keep_fp32=False) -> Tensor");
-  // y += x W^T + b
-  m.def("linear_add(Tensor(a!) y, Tensor x, Tensor packed, Tensor? bias) -> ()");
   // silu(gate) * up, [N, I] -> [N, F]
   m.def("gated_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor");
@@ -135,7 +121,6 @@ TORCH_LIBRARY_IMPL(OFFRAMP_OPS, CPU, m) {
   m.impl("pack_linear", &offramp::pack_linear);
   m.impl("pack_bias", &offramp::pack_bias_tensor);
   m.impl("linear", &offramp::linear);
-  m.impl("linear_add", &offramp::linear_add);
   m.impl("gated_linear", &offramp::gated_linear);
   m.impl("rms_norm", &offramp::rms_norm_rows);
 }

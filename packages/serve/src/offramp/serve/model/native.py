@@ -8,7 +8,6 @@ torch's operations instead.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import logging
@@ -23,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from filelock import FileLock
 
 from offramp.common.errors import OfframpError
+from offramp.serve.model.native_check import agrees_with_torch
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def load_library(isa: str) -> NativeLibrary:
     library = NativeLibrary(isa, path, getattr(torch.ops, f"offramp_{isa}"))
     if not library.ops.may_run():
         raise NativeUnavailableError("the operating system does not let this process use these instructions")
-    if not _agrees_with_torch(library.ops):
+    if not agrees_with_torch(library.ops):
         raise NativeUnavailableError(f"{path} does not compute what torch does")
     return library
 
@@ -161,12 +161,15 @@ def _built(isa: str) -> Path:
     for source in sorted(_SOURCES.glob("*.[ch]*")):
         made_from.update(source.name.encode() + b"\0" + source.read_bytes())
     path = _cache_directory() / f"offramp_{isa}_{made_from.hexdigest()[:24]}.so"
-    if not path.is_file():
+    if not _is_whole(path):
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with (path.parent / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together wait for the first one's build
-                if not path.is_file():
+            with FileLock(path.parent / "lock"):  # processes that start together wait for the first one's build
+                if not _is_whole(path):
+                    if path.is_file():
+                        log.warning("%s is damaged: it is not what was built; building it again", path)
+                    else:
+                        log.info("Building the engine's CPU kernels, once: %s", path)
                     _compile(compiler, flags, path)
         except OSError as error:
             raise NativeUnavailableError(f"{path.parent} cannot be written: {error}", for_every_level=True) from error
@@ -201,7 +204,6 @@ def _cache_directory() -> Path:
 
 def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> None:
     """Build under another name and rename: whoever looks for `path` meanwhile finds nothing or all of it."""
-    log.info("Building the engine's CPU kernels, once: %s", path)
     root = Path(str(torch.__file__)).parent
     with tempfile.TemporaryDirectory(prefix="building-", dir=path.parent) as directory:
         partial = Path(directory) / path.name
@@ -225,32 +227,26 @@ def _compile(compiler: list[str], flags: tuple[str, ...], path: Path) -> None:
             raise NativeUnavailableError(f"the build failed: {first}")
         if not partial.is_file():
             raise NativeUnavailableError(f"{compiler[0]} makes no library: is it a C++ compiler?", for_every_level=True)
-        with partial.open("rb") as library:
-            os.fsync(library.fileno())  # half a library, left by a machine that went down, would kill each process
+        digest = partial.with_suffix(".sha256")
+        digest.write_text(_sha256(partial), encoding="ascii")
+        for file in (partial, digest):
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        os.replace(digest, _digest_file(path))
         os.replace(partial, path)
 
 
-def _agrees_with_torch(ops: Any) -> bool:
-    """Whether the library computes what torch does, on inputs whose sizes fit no vector."""
-    generator = torch.Generator().manual_seed(0)
-    weight, bias, x = (torch.randn(size, generator=generator) for size in ((70, 45), (70,), (5, 45)))
-    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
-        rows, matrix, offset = x.to(dtype), weight.to(dtype), bias.to(dtype)
-        exact = F.linear(rows.double(), matrix.double(), offset.double())
-        packed = ops.pack_linear(matrix)
-        linear = ops.linear(rows, packed, ops.pack_bias(offset), 70)
-        norm = ops.rms_norm(rows, matrix[0].contiguous(), 1e-5)
-        expected_norm = F.rms_norm(rows.double(), (45,), matrix[0].double(), 1e-5)
-        head = ops.head(rows, packed, 70)
-        logits = F.linear(rows.double(), matrix.double())
-        best = logits.topk(2).values
-        pairs = [
-            (linear, exact),
-            (norm, expected_norm),
-            (torch.stack(head[1:3], 1), best),
-            (head[3], logits.logsumexp(1)),
-            (logits.gather(1, head[0][:, None])[:, 0], best[:, 0]),
-        ]
-        if not all(torch.allclose(a.double(), b, rtol=tolerance, atol=tolerance) for a, b in pairs):
-            return False
-    return True
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there as it was built: to load one that was cut short would kill the process."""
+    try:
+        return _digest_file(path).read_text(encoding="ascii") == _sha256(path)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
