@@ -23,7 +23,9 @@ from offramp.common.exits.confidence import confidence
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.engine import Engine
 from offramp.serve.offline import Completion, generate
-from offramp.serve.request import ExitOptions, RequestOutput, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.output import RequestOutput
+from offramp.serve.request.sampling_params import SamplingParams
 
 PRECISIONS = (1.0, 0.999, 0.995, 0.99, 0.98, 0.97, 0.95, 0.92, 0.88)
 MIN_TOKENS = 30  # an exit that fewer calibration tokens would use is left closed

@@ -15,7 +15,8 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.engine import Engine
 from offramp.serve.offline import generate
-from offramp.serve.request import ExitOptions, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.sampling_params import SamplingParams
 
 
 def test_threshold_is_the_lowest_that_keeps_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,10 @@ from offramp.common.generation import generate
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve.config import EngineConfig
 from offramp.serve.engine import Engine
-from offramp.serve.request import ExitOptions, Request, RequestOutput, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.output import RequestOutput
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 128
 

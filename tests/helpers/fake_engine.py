@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from offramp.serve.request import Request, RequestOutput, RequestStatus, TokenLogprobs
+from offramp.serve.request.iteration_result import TokenLogprobs
+from offramp.serve.request.output import RequestOutput
+from offramp.serve.request.request import Request, RequestStatus
 
 
 class FakeEngine:

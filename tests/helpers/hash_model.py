@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from helpers.requests import NUM_LAYERS
-from offramp.serve.request import IterationResult, Request, SampledToken, TokenLogprobs
+from offramp.serve.request.iteration_result import IterationResult, SampledToken, TokenLogprobs
+from offramp.serve.request.request import Request
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
 
 EXITS = (1, 3)

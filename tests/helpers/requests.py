@@ -6,7 +6,10 @@ from typing import Any
 
 from offramp.serve.config import EngineConfig
 from offramp.serve.kv_cache.block_pool import BlockPool
-from offramp.serve.request import ExitOptions, IterationResult, Request, SampledToken, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.iteration_result import IterationResult, SampledToken
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.scheduling.scheduler import Scheduler
 from offramp.serve.scheduling.scheduler_output import SchedulerOutput
 

@@ -12,7 +12,9 @@ from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig, HeadKind
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.model.native import supported_isa_levels
-from offramp.serve.request import ExitOptions, Request, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 
 MARGIN = ExitPolicy("margin", {1: 0.3, 2: 0.3, 3: 0.3})
 OPTIONS = [

@@ -16,7 +16,9 @@ from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve.execution.executor import Departure, Executor
-from offramp.serve.request import ExitOptions, Request, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.scheduling.scheduler_output import ScheduledRequest
 
 MARGIN = ExitPolicy("margin", {1: 0.3, 2: 0.3, 3: 0.3})

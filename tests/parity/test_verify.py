@@ -15,7 +15,9 @@ from offramp.common.exits.config import ExitConfig, HeadKind
 from offramp.common.exits.policy import ExitPolicy, Measure
 from offramp.common.generation import generate
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.serve.request import ExitOptions, Request, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 
 NUM_LAYERS = 4
 VARIANTS: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from helpers.requests import make_request
 from helpers.tokenizers import byte_level
-from offramp.serve.request import Constraint
+from offramp.serve.request.constraint import Constraint
 from offramp.serve.sampling.constraint import Constraints
 from offramp.serve.sampling.sampler import SamplingState, sample
 

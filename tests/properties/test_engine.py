@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from helpers.engines import Job, drain, make_engine, random_jobs, run_jobs
 from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.serve.request import KVPolicy
 
 NUM_BLOCKS = 24
 MARGIN = ExitPolicy("margin", {1: 0.2, 2: 0.2})

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.requests import make_request
-from offramp.serve.request import SampledToken, SamplingParams
+from offramp.serve.request.iteration_result import SampledToken
+from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.sampling.sampler import SamplingState, _softened, distribution_of, process, sample
 
 # Halves make ties common, which is where a choice of the k largest goes wrong.

@@ -9,7 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from helpers.hash_model import EXITS, VOCABULARY, HashRunner, exact_keys, solo
 from helpers.requests import make_request, make_scheduler
 from offramp.common.errors import OfframpError
-from offramp.serve.request import ExitOptions, IterationResult, KVPolicy, Request, RequestStatus
+from offramp.common.exits.kv_policy import KVPolicy
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.iteration_result import IterationResult
+from offramp.serve.request.request import Request, RequestStatus
 from offramp.serve.scheduling.scheduler import QueueFullError
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
 

@@ -15,7 +15,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from helpers.requests import make_request
 from helpers.tokenizers import byte_fallback, byte_level, ids_of
 from offramp.common.errors import OfframpError
-from offramp.serve.request import Constraint, Request, SampledToken, SamplingParams
+from offramp.serve.request.constraint import Constraint
+from offramp.serve.request.iteration_result import SampledToken
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.sampling.constraint import Constraints, ConstraintState
 from offramp.serve.sampling.sampler import SamplingState, distribution, sample
 

@@ -20,7 +20,10 @@ from offramp.serve.config import EngineConfig
 from offramp.serve.engine import Engine
 from offramp.serve.execution.executor import Departure, Executor
 from offramp.serve.offline import generate
-from offramp.serve.request import ExitOptions, Request, RequestOutput, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.output import RequestOutput
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.scheduling.scheduler import QueueFullError
 from offramp.serve.text import TextStream
 

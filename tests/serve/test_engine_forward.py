@@ -18,7 +18,8 @@ from offramp.serve.execution.sync_policy import LeaveIfItPays, LeaveTogether, Pa
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.rows import build_rows
-from offramp.serve.request import Request, SamplingParams
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
 
 EXITS = ExitConfig((1, 2, 3), "norm")

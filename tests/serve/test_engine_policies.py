@@ -19,7 +19,9 @@ from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve.execution.executor import PROMPT_SLICE
 from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.linear import PackedLinear
-from offramp.serve.request import ExitOptions, Request, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.sampling import iteration_results
 from offramp.serve.sampling.iteration_results import IterationResults
 from offramp.serve.sampling.sampler import Sample, SamplingState

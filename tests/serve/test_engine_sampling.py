@@ -18,7 +18,10 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.config import EngineConfig
 from offramp.serve.engine import Engine
-from offramp.serve.request import Constraint, ExitOptions, Request, RequestStatus, SamplingParams
+from offramp.serve.request.constraint import Constraint
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.request import Request, RequestStatus
+from offramp.serve.request.sampling_params import SamplingParams
 
 EASY = ExitPolicy(thresholds={1: 0.05, 2: 0.1, 3: 0.1})
 MODEL = tiny_model(ExitConfig(layers=(1, 2, 3), head="norm"))

@@ -8,7 +8,9 @@ import pytest
 
 from helpers.fake_engine import FakeEngine
 from offramp.serve.engine_thread import EngineStoppedError, EngineThread, OrphanedError
-from offramp.serve.request import Request, RequestOutput, SamplingParams
+from offramp.serve.request.output import RequestOutput
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.scheduling.scheduler import QueueFullError
 
 

@@ -10,7 +10,8 @@ import pytest
     "module",
     [
         "config",
-        "request",
+        "request.request",
+        "request.output",
         "scheduling.scheduler_output",
         "scheduling.scheduler",
         "kv_cache.prefix_cache",

@@ -6,7 +6,7 @@ import pytest
 
 from offramp.serve.protocol.errors import ApiError
 from offramp.serve.protocol.requests import ChatBody, CompletionBody, parse_body
-from offramp.serve.request import Constraint
+from offramp.serve.request.constraint import Constraint
 
 PROMPT: dict[str, Any] = {"model": "m", "prompt": "Hi"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}

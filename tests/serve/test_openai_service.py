@@ -15,7 +15,9 @@ from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.replies import Complete, Generation
 from offramp.serve.protocol.service import OpenAIService
-from offramp.serve.request import Constraint, ExitOptions, Request
+from offramp.serve.request.constraint import Constraint
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.request import Request
 
 COMPLETIONS, CHAT = "v1/completions", "v1/chat/completions"
 

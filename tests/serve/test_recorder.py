@@ -16,7 +16,9 @@ from offramp.serve.measures.records import (
     SegmentRun,
     Totals,
 )
-from offramp.serve.request import ExitOptions, Request, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 
 
 def parts(**seconds: float) -> dict[Part, float]:

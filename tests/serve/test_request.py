@@ -8,15 +8,12 @@ import pytest
 from helpers.requests import make_request
 from offramp.common.errors import OfframpError
 from offramp.common.exits.policy import ExitPolicy
-from offramp.serve.request import (
-    Constraint,
-    ExitOptions,
-    RequestOutput,
-    RequestStatus,
-    SamplingParams,
-    TokenLogprobs,
-    Usage,
-)
+from offramp.serve.request.constraint import Constraint
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.iteration_result import TokenLogprobs
+from offramp.serve.request.output import RequestOutput, Usage
+from offramp.serve.request.request import RequestStatus
+from offramp.serve.request.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -48,7 +45,9 @@ from offramp.serve.request import (
         ({"repetition_penalty": math.inf}, "repetition_penalty inf"),
         ({"presence_penalty": 2.1}, "presence_penalty 2.1 must be in -2..2"),
         ({"frequency_penalty": -3}, "frequency_penalty -3 must be in -2..2"),
-        ({"frequency_penalty": 10**400}, "frequency_penalty is a whole number of 1329 bits"),
+        ({"frequency_penalty": 10**400}, r"frequency_penalty \(a number of about 401 digits\) is too large"),
+        ({"max_tokens": -(10**5000)}, r"max_tokens \(a number of about 5001 digits\) must be at least 1"),
+        ({"seed": 10**5000}, r"seed \(a number of about 5001 digits\) must be in"),
         ({"logit_bias": {1: 2.0}}, "logit_bias .* must be a tuple of pairs"),
         ({"logit_bias": ((1, 2.0, 3.0),)}, "logit_bias .* must be a tuple of pairs"),
         ({"logit_bias": ((-1, 2.0),)}, "logit_bias of token -1 must be at least 0"),

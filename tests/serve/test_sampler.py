@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from helpers.requests import make_request
-from offramp.serve.request import SampledToken, SamplingParams
+from offramp.serve.request.iteration_result import SampledToken
+from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.sampling import sampler
 from offramp.serve.sampling.draws import Purpose
 from offramp.serve.sampling.sampler import (

@@ -6,7 +6,8 @@ import pytest
 
 from helpers.requests import NUM_LAYERS, make_request, make_scheduler, say
 from offramp.common.errors import OfframpError
-from offramp.serve.request import IterationResult, Request, RequestStatus, SampledToken, TokenLogprobs
+from offramp.serve.request.iteration_result import IterationResult, SampledToken, TokenLogprobs
+from offramp.serve.request.request import Request, RequestStatus
 from offramp.serve.scheduling.scheduler import QueueFullError, Scheduler
 from offramp.serve.scheduling.scheduler_output import Phase, SchedulerOutput
 

@@ -6,7 +6,9 @@ import pytest
 
 from helpers.requests import NUM_LAYERS, make_request, make_scheduler
 from offramp.common.errors import OfframpError
-from offramp.serve.request import ExitOptions, IterationResult, Request, RequestStatus, SampledToken, TokenLogprobs
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.iteration_result import IterationResult, SampledToken, TokenLogprobs
+from offramp.serve.request.request import Request, RequestStatus
 from offramp.serve.scheduling.scheduler import QueueFullError, Scheduler
 from offramp.serve.scheduling.scheduler_output import Phase, SchedulerOutput
 

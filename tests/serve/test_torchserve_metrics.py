@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from offramp.serve.measures.iteration_clock import PARTS, Part
 from offramp.serve.measures.records import EngineMetrics, Gauges, IterationRecord, RequestMetrics
-from offramp.serve.request import RequestOutput, Usage
+from offramp.serve.request.output import RequestOutput, Usage
 from offramp.serve.torchserve.metrics import METRICS, MetricsReporter
 
 

@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from offramp.serve.request import ExitOptions, Request, SampledToken, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.iteration_result import SampledToken
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.sampling.distribution import Distribution
 from offramp.serve.sampling.draws import Purpose, uniform
 from offramp.serve.sampling.sampler import SamplingState, distribution, logprobs, sample

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from offramp.common.errors import OfframpError
+from offramp.serve.number_checks import check_whole
 
 SyncPolicy = Literal["all", "quantile", "regroup"]
 """`all`: rows leave only together, once every row of the iteration is sure; `quantile`: all leave together as soon as a
@@ -67,10 +68,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_tokens_per_iteration", "max_waiting"):
-            _check_count(name, getattr(self, name))
+            check_whole(name, getattr(self, name), low=1)
         for name in ("num_blocks", "kv_cache_bytes", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
+                check_whole(name, getattr(self, name), low=1)
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise OfframpError(
                 f"num_blocks {self.num_blocks} and kv_cache_bytes {self.kv_cache_bytes} both give the size of the KV "
@@ -113,8 +114,3 @@ class EngineConfig:
                 "bytes; raise it."
             )
         return budget // block_bytes
-
-
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OfframpError(f"{name} {value!r} must be a whole number of at least 1.")

@@ -36,7 +36,9 @@ from offramp.serve.model.linear import ChosenKernels
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.probe import PositionReading, probe
 from offramp.serve.recorder import Recorder
-from offramp.serve.request import IterationResult, Request, RequestOutput, RequestStatus
+from offramp.serve.request.iteration_result import IterationResult
+from offramp.serve.request.output import RequestOutput
+from offramp.serve.request.request import Request, RequestStatus
 from offramp.serve.sampling.constraint import Constraints
 from offramp.serve.sampling.iteration_results import IterationResults, Voice
 from offramp.serve.sampling.sampler import SamplingState

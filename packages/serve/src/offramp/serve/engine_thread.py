@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from offramp.serve.request import Request, RequestOutput
+from offramp.serve.request.output import RequestOutput
+from offramp.serve.request.request import Request
 from offramp.serve.scheduling.scheduler import QueueFullError
 
 log = logging.getLogger(__name__)

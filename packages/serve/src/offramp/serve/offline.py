@@ -11,15 +11,11 @@ from typing import TypeVar
 from offramp.common.errors import OfframpError
 from offramp.common.tokenizer import encode_text
 from offramp.serve.engine import Engine
-from offramp.serve.request import (
-    ExitOptions,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-    Usage,
-)
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.iteration_result import TokenLogprobs
+from offramp.serve.request.output import RequestOutput, Usage
+from offramp.serve.request.request import FinishReason, Request
+from offramp.serve.request.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 """Text, encoded as the tokenizer encodes plain text (its own rule for BOS, once); or token ids, taken as they are."""

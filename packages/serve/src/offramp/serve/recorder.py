@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from offramp.serve.measures.iteration_clock import Part
 from offramp.serve.measures.records import EngineMetrics, Gauges, IterationRecord, RequestMetrics, Trace
-from offramp.serve.request import Request
+from offramp.serve.request.request import Request
 from offramp.serve.scheduling.scheduler_output import Phase, SchedulerOutput
 
 

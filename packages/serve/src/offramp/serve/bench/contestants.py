@@ -28,7 +28,9 @@ from offramp.serve.bench.plan import Variant, Workload
 from offramp.serve.config import Dtype, EngineConfig
 from offramp.serve.engine import Engine
 from offramp.serve.measures.records import RECORDS_KEPT, IterationRecord
-from offramp.serve.request import ExitOptions, Request, SamplingParams
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 
 TOKEN_BUDGET = 2048
 """Rows of one iteration, as vLLM's default is: long prompts are not cut finer here than there."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.serve.config import Dtype, Kernels, SyncPolicy
-from offramp.serve.request import KVPolicy
 
 Axis = Literal["batch", "prompt_tokens", "new_tokens", "hard_share", "threshold"]
 """What an experiment varies, and a plot's x."""

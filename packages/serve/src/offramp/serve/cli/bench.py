@@ -11,8 +11,8 @@ from typing import TypeVar, get_args
 
 from tqdm import tqdm
 
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.serve.config import Dtype, Kernels, SyncPolicy
-from offramp.serve.request import KVPolicy
 
 _T = TypeVar("_T")
 _EARLY: tuple[KVPolicy, ...] = ("fill", "recompute", "verify")

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any, get_args
 from tqdm import tqdm
 
 from offramp.common.errors import OfframpError
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import Measure
 from offramp.serve.cli.engine_options import add_engine_options, engine_settings
 from offramp.serve.cli.probe_report import probe_json, probe_table
 from offramp.serve.config import EngineConfig
-from offramp.serve.exit_options import ExitWishes, exit_options
-from offramp.serve.request import Constraint, ExitOptions, KVPolicy, RequestOutput, SamplingParams
+from offramp.serve.exit_overrides import ExitOverrides, exit_options
+from offramp.serve.request.constraint import Constraint
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.output import RequestOutput
+from offramp.serve.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # importing these takes seconds, and `--help` needs none of them
     from offramp.serve.engine import Engine
@@ -60,7 +64,7 @@ def main(argv: list[str]) -> int:
     weights = sum(file.stat().st_size for file in options.directory.glob("*.safetensors"))
     print(f"Loading {options.directory}, {weights / 1e6:,.0f} MB of weights ...", file=sys.stderr, flush=True)
     engine = Engine.from_checkpoint(options.directory, config)
-    exits = exit_options(_wishes(options), engine.checkpoint.exits.layers, engine.checkpoint.policy, _flag)
+    exits = exit_options(_overrides(options), engine.checkpoint.exits.layers, engine.checkpoint.policy, _flag)
     prompts = [_encode(engine, prompt) for prompt in asked]
     with tqdm(desc="Generating", unit="token", total=None, delay=1, file=sys.stderr) as bar:
 
@@ -101,8 +105,8 @@ def _probe_table(
     return probe_table(readings, _decoder(engine), None if policy is None else policy.measure, said_at)
 
 
-def _wishes(options: argparse.Namespace) -> ExitWishes:
-    return ExitWishes(
+def _overrides(options: argparse.Namespace) -> ExitOverrides:
+    return ExitOverrides(
         measure=options.measure,
         threshold=options.threshold,
         thresholds=options.thresholds,

@@ -21,7 +21,7 @@ from offramp.common.exits.policy import ExitPolicy, Measure
 from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.linear import PackedLinear
 from offramp.serve.model.packed import PackedModel
-from offramp.serve.request import Request
+from offramp.serve.request.request import Request
 
 _NEVER = 1.0
 """A threshold that no confidence exceeds: confidences are at most 1."""

@@ -15,12 +15,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.execution.kept_tokens import KeptTokens
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.rows import Rows
-from offramp.serve.request import ExitOptions, KVPolicy, Request
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.request import Request
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
 
 

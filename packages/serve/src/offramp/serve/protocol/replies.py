@@ -12,7 +12,8 @@ from typing import Any
 
 from offramp.serve.protocol.echo import Echo
 from offramp.serve.protocol.errors import ApiError, internal
-from offramp.serve.request import RequestOutput, TokenLogprobs
+from offramp.serve.request.iteration_result import TokenLogprobs
+from offramp.serve.request.output import RequestOutput
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"

@@ -16,10 +16,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import Measure
-from offramp.serve.exit_options import ExitWishes
+from offramp.serve.exit_overrides import ExitOverrides
 from offramp.serve.protocol.errors import ApiError, bad_request
-from offramp.serve.request import Constraint, KVPolicy
+from offramp.serve.request.constraint import Constraint
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
@@ -86,7 +87,7 @@ class OfframpOptions(_Body):
     """Offramp's own part of a request: how deep its tokens run, and what the answer tells of that.
 
     Attributes:
-        exit_policy: See `ExitWishes`, as for all fields up to `exit_layer`.
+        exit_policy: See `ExitOverrides`, as for all fields up to `exit_layer`.
         return_exit_layers: Report the exit layer of every generated token.
         return_confidences: Report what the exit test measured for every generated token.
         priority: Requests with a smaller number go first.
@@ -105,9 +106,9 @@ class OfframpOptions(_Body):
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
 
     @property
-    def wishes(self) -> ExitWishes:
+    def overrides(self) -> ExitOverrides:
         """The part about depth."""
-        return ExitWishes(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ExitWishes)})
+        return ExitOverrides(**{field.name: getattr(self, field.name) for field in dataclasses.fields(ExitOverrides)})
 
 
 class StreamOptions(_Body):

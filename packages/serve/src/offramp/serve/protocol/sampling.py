@@ -6,7 +6,7 @@ from offramp.common.errors import OfframpError
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.errors import bad_request
 from offramp.serve.protocol.requests import GenerationBody
-from offramp.serve.request import SamplingParams
+from offramp.serve.request.sampling_params import SamplingParams
 
 
 def sampling_params(

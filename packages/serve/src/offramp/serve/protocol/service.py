@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from offramp.common.errors import OfframpError
 from offramp.serve.engine_thread import EngineStoppedError, EngineThread
-from offramp.serve.exit_options import ExitWishError, exit_options
+from offramp.serve.exit_overrides import ExitOverrideError, exit_options
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.echo import Echo
 from offramp.serve.protocol.errors import (
@@ -38,7 +38,8 @@ from offramp.serve.protocol.replies import (
 )
 from offramp.serve.protocol.requests import ChatBody, CompletionBody, GenerationBody, OfframpOptions, parse_body
 from offramp.serve.protocol.sampling import field_at_fault, sampling_params
-from offramp.serve.request import ExitOptions, Request
+from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.request import Request
 from offramp.serve.scheduling.scheduler import QueueFullError
 from offramp.serve.text import Decoder
 
@@ -232,9 +233,9 @@ class OpenAIService:
     def _exit_options(self, options: OfframpOptions) -> ExitOptions:
         try:
             return exit_options(
-                options.wishes, self.card.exit_layers, self.card.policy, lambda field: f"'offramp.{field}'"
+                options.overrides, self.card.exit_layers, self.card.policy, lambda field: f"'offramp.{field}'"
             )
-        except ExitWishError as fault:
+        except ExitOverrideError as fault:
             raise bad_request(str(fault), param=f"offramp.{fault.field}") from fault
         except OfframpError as fault:
             raise bad_request(str(fault), param="offramp") from fault

@@ -18,7 +18,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from offramp.common.errors import OfframpError
-from offramp.serve.request import Constraint, Request
+from offramp.serve.request.constraint import Constraint
+from offramp.serve.request.request import Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

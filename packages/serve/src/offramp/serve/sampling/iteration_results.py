@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from offramp.serve.execution.executor import Departure
-from offramp.serve.request import IterationResult, Request, SampledToken, TokenLogprobs
+from offramp.serve.request.iteration_result import IterationResult, SampledToken, TokenLogprobs
+from offramp.serve.request.request import Request
 from offramp.serve.sampling.sampler import Sample, SamplingState, prompt_logprobs, sample
 from offramp.serve.sampling.verification import Drafting, NoTokenError
 

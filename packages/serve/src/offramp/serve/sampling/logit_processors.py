@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offramp.serve.request import SamplingParams
+from offramp.serve.request.sampling_params import SamplingParams
 
 _Ids = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float32]

@@ -19,7 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offramp.serve.request import Request, SamplingParams, TokenLogprobs
+from offramp.serve.request.iteration_result import TokenLogprobs
+from offramp.serve.request.request import Request
+from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.sampling.constraint import ConstraintState
 from offramp.serve.sampling.distribution import ONE, Distribution, Floats, draw, mass, pick
 from offramp.serve.sampling.draws import Purpose, fresh_seed, uniform

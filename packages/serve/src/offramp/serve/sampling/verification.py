@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from offramp.serve.request import SampledToken
+from offramp.serve.request.iteration_result import SampledToken
 from offramp.serve.sampling.distribution import Distribution
 from offramp.serve.sampling.draws import Purpose
 from offramp.serve.sampling.sampler import SamplingState, distribution, logprobs

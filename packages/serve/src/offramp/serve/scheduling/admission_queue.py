@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import insort
 
-from offramp.serve.request import Request
+from offramp.serve.request.request import Request
 from offramp.serve.scheduling.fair_queue import FairQueue
 from offramp.serve.scheduling.sequence import SequenceState
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from offramp.serve.request import Request
+from offramp.serve.request.request import Request
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offramp.common.errors import OfframpError
 from offramp.serve.config import EngineConfig
-from offramp.serve.request import Request
+from offramp.serve.request.request import Request
 
 
 def check_limits(request: Request, config: EngineConfig, max_model_len: int, cache_tokens: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from offramp.serve.request import IterationResult, Request, RequestStatus, SampledToken
+from offramp.serve.request.iteration_result import IterationResult, SampledToken
+from offramp.serve.request.request import Request, RequestStatus
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
 from offramp.serve.scheduling.sequence import SequenceState
 

@@ -37,7 +37,8 @@ from offramp.common.errors import OfframpError
 from offramp.serve.config import EngineConfig
 from offramp.serve.kv_cache.block_pool import BlockPool
 from offramp.serve.kv_cache.prefix_cache import PrefixNode
-from offramp.serve.request import IterationResult, Request, RequestStatus
+from offramp.serve.request.iteration_result import IterationResult
+from offramp.serve.request.request import Request, RequestStatus
 from offramp.serve.scheduling.admission_queue import AdmissionQueue
 from offramp.serve.scheduling.block_tables import BlockTables
 from offramp.serve.scheduling.depth_grouping import similar_depths

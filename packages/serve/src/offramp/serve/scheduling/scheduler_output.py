@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from offramp.serve.request import Request
+from offramp.serve.request.request import Request
 
 
 class Phase(Enum):

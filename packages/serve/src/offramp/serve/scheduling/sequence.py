@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offramp.serve.kv_cache.prefix_cache import ROOT
-from offramp.serve.request import Request
+from offramp.serve.request.request import Request
 from offramp.serve.scheduling.depth_grouping import DepthMean
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
 

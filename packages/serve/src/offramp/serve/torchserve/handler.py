@@ -21,7 +21,7 @@ from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.errors import PHRASES
 from offramp.serve.protocol.service import OpenAIService
-from offramp.serve.request import RequestOutput
+from offramp.serve.request.output import RequestOutput
 from offramp.serve.torchserve import archive, worker_log
 from offramp.serve.torchserve.jobs import Job, Jobs, Piece
 from offramp.serve.torchserve.metrics import METRICS, MetricsReporter

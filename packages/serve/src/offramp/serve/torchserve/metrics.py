@@ -10,7 +10,7 @@ from typing import Literal
 
 from offramp.serve.measures.iteration_clock import PARTS
 from offramp.serve.measures.records import EngineMetrics, Totals
-from offramp.serve.request import RequestOutput
+from offramp.serve.request.output import RequestOutput
 
 Kind = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
 METRICS: dict[str, tuple[Kind, str]] = {

@@ -6,15 +6,15 @@ import pytest
 
 from offramp.common.errors import OfframpError
 from offramp.common.exits.policy import ExitPolicy
-from offramp.serve.exit_options import ExitWishError, ExitWishes, exit_options
-from offramp.serve.request import ExitOptions
+from offramp.serve.exit_overrides import ExitOverrideError, ExitOverrides, exit_options
+from offramp.serve.request.exit_options import ExitOptions
 
 LAYERS = (1, 2)
 OWN = ExitPolicy("margin", {1: 0.9, 2: 0.8}, decay=2.0)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "options"),
+    ("overrides", "options"),
     [
         ({}, ExitOptions()),
         ({"kv_policy": "recompute"}, ExitOptions("recompute")),
@@ -31,12 +31,12 @@ OWN = ExitPolicy("margin", {1: 0.9, 2: 0.8}, decay=2.0)
         ({"kv_policy": "static", "exit_layer": 2, "exit_policy": "early"}, ExitOptions("static", static_layer=2)),
     ],
 )
-def test_wishes_that_go_together(wishes: dict[str, Any], options: ExitOptions) -> None:
-    assert exit_options(ExitWishes(**wishes), LAYERS, OWN) == options
+def test_overrides_that_go_together(overrides: dict[str, Any], options: ExitOptions) -> None:
+    assert exit_options(ExitOverrides(**overrides), LAYERS, OWN) == options
 
 
 @pytest.mark.parametrize(
-    ("wishes", "field"),
+    ("overrides", "field"),
     [
         ({"exit_policy": "full", "threshold": 0.5}, "threshold"),
         ({"exit_policy": "full", "kv_policy": "fill"}, "kv_policy"),
@@ -59,14 +59,14 @@ def test_wishes_that_go_together(wishes: dict[str, Any], options: ExitOptions) -
         ({"measure": "cosine", "min_exit_layer": 2}, "measure"),
     ],
 )
-def test_wishes_that_contradict_each_other_name_the_field(wishes: dict[str, Any], field: str) -> None:
-    with pytest.raises(ExitWishError) as caught:
-        exit_options(ExitWishes(**wishes), LAYERS, OWN, spell=lambda name: f"<{name}>")
+def test_overrides_that_contradict_each_other_name_the_field(overrides: dict[str, Any], field: str) -> None:
+    with pytest.raises(ExitOverrideError) as caught:
+        exit_options(ExitOverrides(**overrides), LAYERS, OWN, spell=lambda name: f"<{name}>")
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize(
-    ("wishes", "field"),
+    ("overrides", "field"),
     [
         ({"exit_policy": "early"}, "exit_policy"),
         ({"threshold": 0.5}, "threshold"),
@@ -74,24 +74,24 @@ def test_wishes_that_contradict_each_other_name_the_field(wishes: dict[str, Any]
         ({"kv_policy": "static", "exit_layer": 2}, "exit_layer"),
     ],
 )
-def test_a_model_without_exits(wishes: dict[str, Any], field: str) -> None:
-    with pytest.raises(ExitWishError, match=f"<{field}>.*has none") as caught:
-        exit_options(ExitWishes(**wishes), (), None, spell=lambda name: f"<{name}>")
+def test_a_model_without_exits(overrides: dict[str, Any], field: str) -> None:
+    with pytest.raises(ExitOverrideError, match=f"<{field}>.*has none") as caught:
+        exit_options(ExitOverrides(**overrides), (), None, spell=lambda name: f"<{name}>")
     assert caught.value.field == field
-    assert exit_options(ExitWishes(kv_policy="fill"), (), None) == ExitOptions()
+    assert exit_options(ExitOverrides(kv_policy="fill"), (), None) == ExitOptions()
 
 
-@pytest.mark.parametrize("wishes", [{"exit_policy": "early"}, {"min_exit_layer": 2}, {"measure": "margin"}])
-def test_exits_without_thresholds_need_some(wishes: dict[str, Any]) -> None:
-    with pytest.raises(ExitWishError, match="no thresholds of its own; give --threshold"):
-        exit_options(ExitWishes(**wishes), LAYERS, None, spell=lambda name: f"--{name}")
-    options = exit_options(ExitWishes(**wishes, threshold=0.5), LAYERS, None)
+@pytest.mark.parametrize("overrides", [{"exit_policy": "early"}, {"min_exit_layer": 2}, {"measure": "margin"}])
+def test_exits_without_thresholds_need_some(overrides: dict[str, Any]) -> None:
+    with pytest.raises(ExitOverrideError, match="no thresholds of its own; give --threshold"):
+        exit_options(ExitOverrides(**overrides), LAYERS, None, spell=lambda name: f"--{name}")
+    options = exit_options(ExitOverrides(**overrides, threshold=0.5), LAYERS, None)
     assert options.policy is not None
     assert options.policy.thresholds == {1: 0.5, 2: 0.5}
 
 
 def test_the_engines_own_objections_are_kept() -> None:
     with pytest.raises(OfframpError, match="max_pending 0"):
-        exit_options(ExitWishes(kv_policy="verify", max_pending=0), LAYERS, OWN)
+        exit_options(ExitOverrides(kv_policy="verify", max_pending=0), LAYERS, OWN)
     with pytest.raises(OfframpError, match="NaN"):
-        exit_options(ExitWishes(threshold=float("nan")), LAYERS, OWN)
+        exit_options(ExitOverrides(threshold=float("nan")), LAYERS, OWN)
