@@ -35,13 +35,19 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file.write_text(json.dumps(data))
 
 
+def rehash(directory: Path) -> None:
+    """Bring the hashes up to date, which would tell first that files were changed."""
+    files = directory.glob("*.safetensors")
+    edit(directory / "exits.json", lambda record: record.update(sha256={f.name: module.sha256(f) for f in files}))
+
+
 def edit_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change a safetensors file in place, and forget the hashes that would tell first."""
+    """Change a safetensors file in place, and its hash."""
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     change(tensors)
     save_file(tensors, file)
     if (file.parent / "exits.json").exists():
-        edit(file.parent / "exits.json", lambda record: record.pop("sha256", None))
+        rehash(file.parent)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
@@ -89,8 +95,8 @@ def _config(**fields: Any) -> Callable[[Path], None]:
 
 def _cut(file: str) -> Callable[[Path], None]:
     def cut(path: Path) -> None:
-        edit(path / "exits.json", lambda record: record.pop("sha256"))
         (path / file).write_bytes((path / file).read_bytes()[:-100])
+        rehash(path)
 
     return cut
 
@@ -118,6 +124,13 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights are cut short": (_cut("model.safetensors"), r"cannot be read as safetensors.*cut short"),
     "exits are cut short": (_cut("exits.safetensors"), r"cannot be read as safetensors.*cut short"),
     "a bit flipped": (_flip_a_bit, r"exits.safetensors is not the file.*SHA-256 differs"),
+    "no hashes": (_record(lambda r: r.pop("sha256")), r"lacks the section 'sha256'"),
+    "hashes are no table": (_record(lambda r: r.update(sha256="none")), r"lacks the section 'sha256'"),
+    "a hash is missing": (_record(lambda r: r["sha256"].pop("model.safetensors")), r"no SHA-256 of model.safetensors"),
+    "a hash of the exits is missing": (
+        _record(lambda r: r["sha256"].pop("exits.safetensors")),
+        r"no SHA-256 of exits.safetensors",
+    ),
     "exit weights are gone": (lambda path: (path / "exits.safetensors").unlink(), r"exits.safetensors is missing"),
     "weights are gone": (lambda path: (path / "model.safetensors").unlink(), r"holds neither|is missing"),
     "config.json is gone": (lambda path: (path / "config.json").unlink(), r"config.json does not exist"),
@@ -207,7 +220,7 @@ def test_shards_are_read_and_a_lost_one_is_named(directory: Path) -> None:
     write_weights(directory, backbone, max_shard_size="60KB")
     shards = sorted(directory.glob("model-*.safetensors"))
     assert len(shards) > 2
-    edit(directory / "exits.json", lambda record: record.pop("sha256"))
+    rehash(directory)
     again = load_checkpoint(directory).model.state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
     shards[1].unlink()

@@ -186,19 +186,24 @@ def save_checkpoint(
 
 def write_record(directory: Path, checkpoint: Checkpoint) -> None:
     """Write `exits.json` for the weights that lie in `directory` (a new policy or calibration needs nothing else)."""
-    files = [*weight_files(directory), directory / EXITS_WEIGHTS]
     record = {
         "schema_version": SCHEMA_VERSION,
         "exits": checkpoint.exits.to_json(),
         "policy": checkpoint.policy.to_json() if checkpoint.policy else None,
         "calibration": checkpoint.calibration,
         "provenance": checkpoint.provenance,
-        "sha256": {file.name: sha256(file) for file in files if file.is_file()},
+        "sha256": {file.name: sha256(file) for file in _hashed_files(directory)},
     }
     text = json.dumps(record, indent=2) + "\n"
     scratch = directory / f".{EXITS_JSON}.{os.getpid()}"
     scratch.write_text(text, encoding="utf-8")
     scratch.replace(directory / EXITS_JSON)
+
+
+def _hashed_files(directory: Path) -> list[Path]:
+    """Every file with weights."""
+    heads = directory / EXITS_WEIGHTS
+    return [*weight_files(directory), *([heads] if heads.is_file() else [])]
 
 
 def sha256(file: Path) -> str:
@@ -223,16 +228,27 @@ def _read_record(directory: Path, verify: bool) -> dict[str, Any]:
     if "exits" not in record:
         raise OfframpError(f"{path} lacks the section 'exits'.")
     if verify:
-        for name, expected in record.get("sha256", {}).items():
-            file = directory / name
-            if not file.is_file():
-                raise OfframpError(f"{file} is missing, although {path} lists it; copy the whole directory again.")
-            if sha256(file) != expected:
-                raise OfframpError(
-                    f"{file} is not the file that {path} was written for (its SHA-256 differs); copy the whole "
-                    "directory again, or export it again."
-                )
+        _check_hashes(directory, record.get("sha256"))
     return record
+
+
+def _check_hashes(directory: Path, hashes: Any) -> None:
+    path = directory / EXITS_JSON
+    if not isinstance(hashes, dict):
+        raise OfframpError(f"{path} lacks the section 'sha256', so nobody knows its weights; export it again.")
+    files = _hashed_files(directory)
+    for name, expected in hashes.items():
+        file = directory / name
+        if not file.is_file():
+            raise OfframpError(f"{file} is missing, although {path} lists it; copy the whole directory again.")
+        if sha256(file) != expected:
+            raise OfframpError(
+                f"{file} is not the file that {path} was written for (its SHA-256 differs); copy the whole "
+                "directory again, or export it again."
+            )
+    for file in files:
+        if file.name not in hashes:
+            raise OfframpError(f"{path} has no SHA-256 of {file.name}, so it is not trusted; export it again.")
 
 
 def _read_exit_weights(file: Path) -> dict[str, Tensor]:
