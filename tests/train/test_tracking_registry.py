@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import time
 from pathlib import Path
 
 import mlflow
@@ -17,6 +20,7 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.common.generation import generate
 from offramp.common.tokenizer import load_tokenizer
 from offramp.serve.model_source import resolve_model
+from offramp.train.tracking import register as register_module
 from offramp.train.tracking.digest import directory_sha256
 from offramp.train.tracking.register import Registered, register
 from offramp.train.tracking.sources import resolve
@@ -137,6 +141,40 @@ def test_incomplete_directories_are_refused_before_anything_is_logged(
     with pytest.raises(OfframpError):
         register(broken, "never", tracking_uri=store)
     assert not mlflow.MlflowClient(store).search_registered_models("name = 'never'")
+
+
+@pytest.mark.parametrize(
+    ("name", "alias", "words"),
+    [
+        ("a/b", None, "cannot contain '/' or ':'"),
+        (" ", None, "name"),
+        ("a@b", None, "'@', which begins the alias"),
+        ("a", "latest", "'latest' alias name"),
+        ("a", "v3", "Version alias name 'v3' is reserved"),
+        ("a", "two words", "Invalid alias name: 'two words'"),
+    ],
+)
+def test_names_are_checked_before_anything_is_read(name: str, alias: str | None, words: str, tmp_path: Path) -> None:
+    with pytest.raises(OfframpError, match=words):
+        register(tmp_path / "nothing", name, alias=alias, tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_server_that_is_gone_is_said_soon(silent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(register_module, "CONNECT_TIMEOUT_S", 1)
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if silent:
+            server.listen()  # takes the question, and never answers
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(OfframpError, match=f"the MLflow store at {uri} does not answer: ") as raised:
+            register(tmp_path / "nothing", "tiny", tracking_uri=uri)
+        assert time.monotonic() - start < 15
+    assert "\n" not in str(raised.value)
+    assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
 
 
 def test_digest_sees_names_and_contents_and_no_hidden_files(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,11 @@ import mlflow
 from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
 from mlflow.types import ColSpec, ParamSchema, ParamSpec, Schema
+from mlflow.utils.validation import (
+    _validate_model_alias_name,
+    _validate_model_alias_name_reserved,
+    _validate_model_name,
+)
 
 from offramp.common.checkpoint import load_checkpoint
 from offramp.common.errors import OfframpError
@@ -28,6 +34,8 @@ from offramp.train.tracking.sources import ARTIFACT, HASH_TAG, resolve
 
 RUN_TAG = "offramp.run_id"
 EXITS_TAG = "offramp.exit_layers"
+CONNECT_TIMEOUT_S = 10
+"""How long the store may take to give its first answer; it is asked twice."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +80,17 @@ def register(
         experiment_name: experiment of the run that carries the artifact.
 
     Raises:
-        OfframpError: the directory is no complete checkpoint, the store refuses it, or it came back different.
+        OfframpError: a name is none, the store does not answer or refuses, the directory is no complete checkpoint, or
+            it came back different.
     """
+    store = tracking_uri or default_tracking_uri()
+    _check_names(name, alias)
+    _check_store(store, experiment_name)
     directory = directory.resolve()
     checkpoint = load_checkpoint(directory)
     load_tokenizer(directory)
     digest = directory_sha256(directory)
     trained_by = checkpoint.provenance.get("run_id")
-    store = tracking_uri or default_tracking_uri()
     try:
         with _tracking(store):
             mlflow.set_experiment(experiment_name)
@@ -102,6 +113,36 @@ def register(
         detail = mask(str(fault).partition("\n")[0])
         raise OfframpError(f"the MLflow store at {mask(store)} refuses {name!r}: {detail}") from fault
     return Registered(name, str(version.version), alias, digest, trained_by, uri)
+
+
+def _check_names(name: str, alias: str | None) -> None:
+    try:
+        _validate_model_name(name)
+        if alias is not None:
+            _validate_model_alias_name(alias)
+            _validate_model_alias_name_reserved(alias)
+    except MlflowException as fault:
+        raise OfframpError(f"the registry takes no such name: {fault.message}") from None
+    if "@" in name:
+        raise OfframpError(f"the name {name!r} holds '@', which begins the alias in models:/NAME@ALIAS; leave it out.")
+
+
+def _check_store(store: str, experiment_name: str) -> None:
+    """Ask the store anything: left alone, MLflow tries a server that is gone for many minutes, after the long work."""
+    short = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": str(CONNECT_TIMEOUT_S)}
+    before = {name: os.environ.get(name) for name in short}
+    os.environ.update(short)
+    try:
+        mlflow.MlflowClient(store).get_experiment_by_name(experiment_name)
+    except MlflowException as fault:
+        detail = mask(str(fault).partition("\n")[0])
+        raise OfframpError(f"the MLflow store at {mask(store)} does not answer: {detail}") from fault
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _log_model(directory: Path) -> Any:
