@@ -246,6 +246,11 @@ def test_the_default_model_is_built_and_trained(here: Path) -> None:
     assert {"train/loss_exit_02", "val/loss_exit_02"} <= set(logged.data.metrics)
     with pytest.raises(OfframpError, match=r"did you mean 'warmup_steps'"):
         run("fit", argv(model__optimizer__warmup_step="2"))
+    for file in Path("cache").iterdir():
+        file.unlink()
+    with pytest.raises(OfframpError, match=r"data.sequence_length is 257, but the model has positions for 256 tokens"):
+        run("fit", argv(data__sequence_length="257"))
+    assert not list(Path("cache").glob("tokens-*"))
 
 
 def test_explain_names_the_type_of_the_innermost_key() -> None:

@@ -110,6 +110,11 @@ class MultiExitModule(pl.LightningModule):
                 source.model = MultiExitTransformer(model.config, model.exit_config)
 
     @property
+    def max_sequence_length(self) -> int:
+        """Tokens that the model has positions for; known before it is loaded."""
+        return ModelConfig.from_hf(read_json(Path(self.checkpoint) / "config.json")).max_position_embeddings
+
+    @property
     def source(self) -> Checkpoint:
         """The checkpoint that training starts from."""
         assert self._source is not None, "the model is loaded by configure_model"

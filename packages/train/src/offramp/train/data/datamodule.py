@@ -173,7 +173,17 @@ class TextDataModule(pl.LightningDataModule):
             raise OfframpError(f"there is nothing to {name}: set data.{splits[0]} to a source")
         return [split for split in splits if self._has(split)]
 
+    def _check_length(self) -> None:
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        limit = getattr(module, "max_sequence_length", None)
+        if limit is not None and self.sequence_length > limit:
+            raise OfframpError(
+                f"data.sequence_length is {self.sequence_length}, but the model has positions for {limit} tokens "
+                "(max_position_embeddings in its config.json); lower it"
+            )
+
     def _prepare(self, split: Split) -> None:
+        self._check_length()  # before an hour of tokenising
         source = self.sources[split]
         held_out = split in ("train", "validation") and self.validation_share > 0
         if held_out:
