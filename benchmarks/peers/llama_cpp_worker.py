@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
-from worker import Generate, serve
+from worker import Generate, Times, serve
 
 BATCH_TOKENS = 2048
 _TYPES = {"bf16": gguf.GGMLQuantizationType.BF16, "fp32": gguf.GGMLQuantizationType.F32}
@@ -58,48 +58,55 @@ def load(options: argparse.Namespace) -> tuple[str, Generate]:
     stops = set(ends if isinstance(ends, list) else [ends])
 
     def decode(rows: Sequence[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """Run (token, position, sequence, asks) rows; the best next token of each sequence that asks."""
+        """Run (token, position, seat, asks) rows; the best next token of each seat that asks."""
         batch.n_tokens = len(rows)
-        for index, (token, position, sequence, asks) in enumerate(rows):
+        for index, (token, position, seat, asks) in enumerate(rows):
             batch.token[index], batch.pos[index] = token, position
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, seat
             batch.logits[index] = asks
         if lib.llama_decode(context, batch) != 0:
             raise RuntimeError("llama_decode failed")
         best: dict[int, int] = {}
-        for index, (_, _, sequence, asks) in enumerate(rows):
+        for index, (_, _, seat, asks) in enumerate(rows):
             if asks:
                 pointer: Any = ctypes.cast(lib.llama_get_logits_ith(context, index), ctypes.POINTER(ctypes.c_float))
-                best[sequence] = int(np.ctypeslib.as_array(pointer, (vocab_size,)).argmax())
+                best[seat] = int(np.ctypeslib.as_array(pointer, (vocab_size,)).argmax())
         return best
 
-    def generate(prompts: Sequence[Sequence[int]], new_tokens: int, ignore_eos: bool) -> list[list[float]]:
-        lib.llama_memory_clear(lib.llama_get_memory(context), False)
-        known = [
-            (token, position, sequence, position + 1 == len(prompt))
-            for sequence, prompt in enumerate(prompts)
-            for position, token in enumerate(prompt)
-        ]
+    def generate(prompts: Sequence[Sequence[int]], new_tokens: int, ignore_eos: bool, in_flight: int) -> Times:
+        memory = lib.llama_get_memory(context)
+        lib.llama_memory_clear(memory, False)
+        starts: list[float] = []
         times: list[list[float]] = [[] for _ in prompts]
-        last: dict[int, int] = {}
-        for start in range(0, len(known), BATCH_TOKENS):
-            found = decode(known[start : start + BATCH_TOKENS])
+        seated: dict[int, int] = {}  # seat -> index of the prompt
+        # Rows to come: the newest token of each sequence, and prompts after them.
+        rows: list[tuple[int, int, int, bool]] = []
+
+        def begin(seat: int) -> None:
+            if len(starts) == len(prompts):
+                return
+            prompt = prompts[len(starts)]
+            seated[seat] = len(starts)
+            starts.append(time.perf_counter())
+            rows.extend((token, position, seat, position + 1 == len(prompt)) for position, token in enumerate(prompt))
+
+        for seat in range(min(in_flight, len(prompts))):
+            begin(seat)
+        while rows:
+            chunk, rows = rows[:BATCH_TOKENS], rows[BATCH_TOKENS:]
+            best = decode(chunk)
             now = time.perf_counter()
-            for sequence in found:
-                times[sequence].append(now)
-            last.update(found)
-        while True:
-            rows = [
-                (token, len(prompts[sequence]) + len(times[sequence]) - 1, sequence, True)
-                for sequence, token in last.items()
-                if len(times[sequence]) < new_tokens and (ignore_eos or token not in stops)
-            ]
-            if not rows:
-                return times
-            last = decode(rows)
-            now = time.perf_counter()
-            for sequence in last:
-                times[sequence].append(now)
+            newest: list[tuple[int, int, int, bool]] = []
+            for seat, token in best.items():
+                index = seated[seat]
+                times[index].append(now)
+                if len(times[index]) < new_tokens and (ignore_eos or token not in stops):
+                    newest.append((token, len(prompts[index]) + len(times[index]) - 1, seat, True))
+                else:
+                    lib.llama_memory_seq_rm(memory, seat, -1, -1)
+                    begin(seat)
+            rows = newest + rows
+        return starts, times
 
     return f"llama.cpp (llama-cpp-python {lib.__version__}), {options.dtype}", generate
 

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from worker import Generate, serve
+from worker import Generate, Times, serve
 
 
 def load(options: argparse.Namespace) -> tuple[str, Generate]:
@@ -39,20 +39,28 @@ def load(options: argparse.Namespace) -> tuple[str, Generate]:
     engine = LLMEngine.from_engine_args(arguments)
     numbers = itertools.count()
 
-    def generate(prompts: Sequence[Sequence[int]], new_tokens: int, ignore_eos: bool) -> list[list[float]]:
+    def generate(prompts: Sequence[Sequence[int]], new_tokens: int, ignore_eos: bool, in_flight: int) -> Times:
         sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=ignore_eos)
+        waiting = iter(prompts)
+        starts: list[float] = []
         times: dict[str, list[float]] = {}
-        for prompt in prompts:
-            name = str(next(numbers))
-            times[name] = []
-            engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+
+        def begin(count: int) -> None:
+            for prompt in itertools.islice(waiting, count):
+                name = str(next(numbers))
+                starts.append(time.perf_counter())
+                times[name] = []
+                engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+
+        begin(in_flight)
         while engine.has_unfinished_requests():
             outputs = engine.step()
             now = time.perf_counter()
             for output in outputs:
                 sequence = times[output.request_id]
                 sequence += [now] * (len(output.outputs[0].token_ids) - len(sequence))
-        return list(times.values())
+            begin(sum(output.finished for output in outputs))
+        return starts, list(times.values())
 
     return f"vllm {vllm.__version__}, {options.dtype}", generate
 

@@ -1,9 +1,12 @@
 """How a peer answers: the process loads its engine once, then gives one line of JSON for each line of JSON.
 
     <- {"ready": "vllm 0.32.0, bf16"}
-    -> {"prompts": [[1, 2, 3], [4, 5, 6]], "new_tokens": 64, "ignore_eos": true}
-    <- {"token_times": [[0.021, 0.030, ...], [0.021, 0.030, ...]]}      seconds since the request was read
+    -> {"prompts": [[1, 2, 3], [4, 5, 6]], "new_tokens": 64, "ignore_eos": true, "in_flight": 2}
+    <- {"token_times": [[0.021, 0.030, ...], [0.021, 0.030, ...]], "start_times": [0.0, 0.0]}
     <- {"error": "why there are none"}
+
+Times are seconds since the request was read. At most `in_flight` sequences are under way at once: if there are more
+prompts, the next one starts when a sequence ends.
 
 Standard library only: it runs in the peer's own environment, where nothing of Offramp is installed.
 """
@@ -18,9 +21,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Generate = Callable[[Sequence[Sequence[int]], int, bool], list[list[float]]]
-"""Greedy tokens for every prompt: (prompts, new tokens, ignore EOS) -> for each prompt, when each of its tokens came,
-as readings of `time.perf_counter`."""
+Times = tuple[list[float], list[list[float]]]
+"""For each prompt when it was begun, and when each of its tokens came, as readings of `time.perf_counter`."""
+
+Generate = Callable[[Sequence[Sequence[int]], int, bool, int], Times]
+"""Greedy tokens for every prompt: (prompts, new tokens, ignore EOS, sequences at once) -> times."""
 
 
 def serve(load: Callable[[argparse.Namespace], tuple[str, Generate]]) -> None:
@@ -49,8 +54,13 @@ def serve(load: Callable[[argparse.Namespace], tuple[str, Generate]]) -> None:
         request = json.loads(line)
         start = time.perf_counter()
         try:
-            times = generate(request["prompts"], request["new_tokens"], request["ignore_eos"])
+            starts, times = generate(
+                request["prompts"], request["new_tokens"], request["ignore_eos"], request["in_flight"]
+            )
         except Exception as fault:  # the next question may go well
             answer(error=f"{type(fault).__name__}: {fault}")
         else:
-            answer(token_times=[[moment - start for moment in sequence] for sequence in times])
+            answer(
+                token_times=[[moment - start for moment in sequence] for sequence in times],
+                start_times=[max(0.0, moment - start) for moment in starts],
+            )

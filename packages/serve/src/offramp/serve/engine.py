@@ -87,6 +87,7 @@ class Engine:
         *,
         release_weights: bool = False,
         poison_cache: bool = False,
+        shortlist_head: bool = False,
     ) -> None:
         """Pack the weights and allocate the cache.
 
@@ -98,6 +99,11 @@ class Engine:
                 are in memory once. The checkpoint can then be served, but not run or saved.
             poison_cache: start with a cache of NaN, so that attending to a slot that was never written fails the
                 request instead of going unseen. For tests.
+            shortlist_head: the final exit predicts from the shortlist of the checkpoint's exit policy only: full depth
+                at the price of a small head. For benchmarks.
+
+        Raises:
+            OfframpError: the settings do not fit the model or each other.
         """
         self.checkpoint, self._tokenizer = checkpoint, tokenizer
         self.config = config = config or EngineConfig()
@@ -110,8 +116,17 @@ class Engine:
                 f"max_model_len {config.max_model_len} is more than the {limit} tokens the model takes; lower it."
             )
         self.max_model_len = config.max_model_len or limit
+        shortlist = None if checkpoint.policy is None else checkpoint.policy.shortlist
+        if shortlist_head and shortlist is None:
+            raise OfframpError("the checkpoint's exit policy has no shortlist to make a head of; calibrate with one.")
         with torch.no_grad():
-            packed = PackedModel(checkpoint.model, dtype, config.kernels, release=release_weights)
+            packed = PackedModel(
+                checkpoint.model,
+                dtype,
+                config.kernels,
+                release=release_weights,
+                final_shortlist=shortlist if shortlist_head else None,
+            )
         num_blocks = self._num_blocks(packed, dtype)
         self.cache_tokens = num_blocks * config.block_size
         cache = KVStorage(
@@ -140,6 +155,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         exits: ExitConfig | None = None,
+        shortlist_head: bool = False,
     ) -> Engine:
         """Load a checkpoint directory, or a plain Hugging Face one, which has no early exits.
 
@@ -147,6 +163,7 @@ class Engine:
             path: the directory.
             config: settings; the defaults if None.
             exits: exits to declare on a plain directory; see `load_checkpoint`.
+            shortlist_head: see `Engine`.
 
         Raises:
             OfframpError: the directory is not complete and consistent, or does not fit the settings.
@@ -154,7 +171,7 @@ class Engine:
         config = config or EngineConfig()
         tokenizer = load_tokenizer(path)
         checkpoint = load_checkpoint(path, dtype=DTYPES[config.dtype], exits=exits)
-        return cls(checkpoint, config, tokenizer, release_weights=True)
+        return cls(checkpoint, config, tokenizer, release_weights=True, shortlist_head=shortlist_head)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

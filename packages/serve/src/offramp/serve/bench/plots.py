@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offramp.common.errors import OfframpError
+from offramp.serve.bench.gap import STEPS
 from offramp.serve.bench.measure import Measured, Spread
-from offramp.serve.bench.plan import Axis, Experiment
+from offramp.serve.bench.plan import Axis, Experiment, Workload
 from offramp.serve.measures.iteration_clock import PARTS
 
 _AXES: dict[Axis, str] = {
@@ -21,6 +23,7 @@ _AXES: dict[Axis, str] = {
     "threshold": "exit threshold",
 }
 _UNITS: dict[Axis, str] = {"batch": "sequences", "prompt_tokens": "prompt", "new_tokens": "new"}
+_STEP_COLOURS = {False: "#cc3311", True: "#228833"}
 _COLOURS = {
     "layers": "#4477aa",
     "head": "#228833",
@@ -48,19 +51,21 @@ def draw(directory: Path, experiment: Experiment, results: Sequence[Measured]) -
         results: its results.
 
     Returns:
-        The PNG files: decode and prefill speed, the gaps between tokens, and for the engine where its time goes and
-        how much of the ideal speed-up is realised.
+        The PNG files: decode and prefill speed, the gaps between tokens, and for the engine where its time goes, how
+        much of the ideal speed-up is realised and what the rest went into, and quality beside speed.
     """
     import matplotlib as mpl
 
     mpl.use("agg")
     speed = _Figure(experiment, results)
     drawn = [
-        speed.curves("decode", "tokens/s while decoding", lambda one: Spread.of(one.decode)),
+        speed.curves("decode", "tokens/s", lambda one: Spread.of(one.rates)),
         speed.curves("prefill", "prompt tokens/s", lambda one: Spread.of(one.prefill)),
         speed.curves("latency", "ms between tokens (median)", lambda one: _milliseconds(one.gaps)),
         speed.breakdown(),
+        speed.waterfalls(),
         speed.speedups(),
+        speed.quality(),
     ]
     files: list[Path] = []
     for drawing in drawn:
@@ -113,38 +118,96 @@ class _Figure:
         return name, figure
 
     def breakdown(self) -> tuple[str, Any] | None:
-        """Time per token by part, a bar for each engine variant and workload."""
-        shown = [one for one in self._results if one.part_us]
+        """Microseconds per token by part, a bar for each variant of the engine, a panel for each workload."""
+        shown = [one for one in self._results if sum(one.part_us.values())]
         if not shown:
             return None
-        figure, axes = self._canvas("", width=8.0, height=1.2 + 0.28 * len(shown))
-        names = [f"{self._who(one)}, {self._x(one):g}" if self._x(one) is not None else self._who(one) for one in shown]
-        # As shares, because a token of a large batch takes a twentieth of one alone.
-        left = [0.0] * len(shown)
-        for part in PARTS:
-            widths = [one.part_us[part] / sum(one.part_us.values()) for one in shown]
-            if any(width > 0 for width in widths):
-                axes.barh(range(len(shown)), widths, left=left, color=_COLOURS[part], label=part)
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        for place, one in enumerate(shown):
-            axes.text(1.01, place, f"{sum(one.part_us.values()):.0f} us", va="center", fontsize=7)
-        axes.set_yticks(range(len(shown)), names, fontsize=7)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 1)
-        axes.set_xlabel("share of the time per token")
-        axes.legend(fontsize=7, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        loads = list(dict.fromkeys(one.workload for one in shown))
+        columns = [[one for one in shown if one.workload == load] for load in loads]
+        tallest = max(map(len, columns))
+        figure, panels = self._panels(1, len(loads), width=4.0, height=1.2 + 0.35 * tallest)
+        for axes, load, column in zip(panels[0], loads, columns, strict=True):
+            left = [0.0] * len(column)
+            for part in PARTS:
+                widths = [one.part_us[part] for one in column]
+                axes.barh(range(len(column)), widths, left=left, color=_COLOURS[part], label=part)
+                left = [start + width for start, width in zip(left, widths, strict=True)]
+            axes.set_yticks(range(len(column)), [self._who(one, of_workload=False) for one in column], fontsize=7)
+            axes.invert_yaxis()
+            axes.set_xlabel("microseconds per token", fontsize=7)
+            axes.tick_params(axis="x", labelsize=7)
+            axes.set_title(self._load(load), fontsize=8)
+        figure.legend(*panels[0][0].get_legend_handles_labels(), fontsize=7, ncols=8, loc="outside upper center")
         return "breakdown", figure
+
+    def waterfalls(self) -> tuple[str, Any] | None:
+        """From the time per token that the layers run suggest to the one that was measured, step by step."""
+        shown = [(one, gap) for one in self._results if (gap := one.gap) is not None]
+        if not shown:
+            return None
+        loads = list(dict.fromkeys(one.workload for one, _ in shown))
+        names = list(dict.fromkeys(self._who(one, of_workload=False) for one, _ in shown))
+        figure, panels = self._panels(len(names), len(loads), width=4.0, height=2.6)
+        for one, gap in shown:
+            axes = panels[names.index(self._who(one, of_workload=False))][loads.index(one.workload)]
+            bars: list[tuple[str, float, float, str]] = [
+                ("full depth", 0.0, gap.full_depth_us, "#bbbbbb"),
+                ("by layers", 0.0, gap.by_layers_us, _COLOURS["layers"]),
+            ]
+            height = gap.by_layers_us
+            for step in STEPS:
+                bars.append((step.replace("_", " "), height, gap.steps[step], _STEP_COLOURS[gap.steps[step] < 0]))
+                height += gap.steps[step]
+            bars.append(("realised", 0.0, gap.realised_us, "#222222"))
+            for place, (_, bottom, size, colour) in enumerate(bars):
+                axes.bar(place, size, bottom=bottom, color=colour)
+                told = f"{size:.0f}" if 0 < place < len(bars) - 1 else f"{size:.0f} us"
+                axes.text(place, max(bottom, bottom + size), told, ha="center", va="bottom", fontsize=6)
+            axes.set_xticks(range(len(bars)), [name for name, *_ in bars], fontsize=6, rotation=40, ha="right")
+            axes.tick_params(axis="y", labelsize=6)
+            axes.set_ylim(0, 1.15 * max(bottom + max(size, 0.0) for _, bottom, size, _ in bars))
+            realised, ideal = gap.full_depth_us / gap.realised_us, gap.full_depth_us / gap.by_layers_us
+            axes.set_title(
+                f"{self._who(one, of_workload=False)}; {self._load(one.workload)}\n"
+                f"x{realised:.2f}, by layers x{ideal:.2f}",
+                fontsize=7,
+            )
+        return "gap", figure
+
+    def quality(self) -> tuple[str, Any] | None:
+        """Quality beside speed: ROUGE-L over full depth, with its interval, against the speed-up."""
+        found = [(one, one.speedup, one.quality) for one in self._results]
+        points = [(one, speed, quality) for one, speed, quality in found if speed is not None and quality is not None]
+        if not points:
+            return None
+        figure, axes = self._canvas("ROUGE-L over that of full depth")
+        axes.set_xlabel("speed over full depth")
+        for number, (one, speed, quality) in enumerate(points):
+            axes.errorbar(
+                [speed.median],
+                [quality.ratio],
+                xerr=[[speed.median - speed.low], [speed.high - speed.median]],
+                yerr=[[quality.ratio - quality.ratio_low], [quality.ratio_high - quality.ratio]],
+                marker="o",
+                capsize=2,
+                color=f"C{number}",
+                label=f"{self._who(one, of_workload=False)}; {self._load(one.workload)}",
+            )
+        axes.axhline(0.98, color="black", linewidth=0.5)
+        axes.axvline(1.0, color="black", linewidth=0.5)
+        axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        return "quality", figure
 
     def speedups(self) -> tuple[str, Any] | None:
         """Realised speed-up beside the ideal one and the one in proportion to layers."""
-        shown = [one for one in self._results if one.speedup and one.ideal and one.proportional]
+        shown = [one for one in self._results if one.decode_speedup and one.ideal and one.proportional]
         if not shown:
             return None
         figure, axes = self._canvas("decode speed over full depth")
         for index, (who, group) in enumerate(self._groups(shown)):
             placed = [(x, one) for one in group if (x := self._x(one)) is not None]
             kinds: dict[str, list[tuple[float, Spread | None]]] = {
-                "-": [(x, one.speedup) for x, one in placed],
+                "-": [(x, one.decode_speedup) for x, one in placed],
                 "--": [(x, one.ideal) for x, one in placed],
                 ":": [(x, one.proportional) for x, one in placed],
             }
@@ -168,6 +231,12 @@ class _Figure:
         axes.grid(alpha=0.3)
         return figure, axes
 
+    def _panels(self, rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+        return figure, figure.subplots(rows, columns, squeeze=False)
+
     def _groups(self, results: Iterable[Measured]) -> list[tuple[str, list[Measured]]]:
         """Results by who they are, in the order of x."""
         ordered = sorted(results, key=lambda one: (self._who(one), self._x(one) or 0.0))
@@ -175,24 +244,29 @@ class _Figure:
 
     def _x(self, one: Measured) -> float | None:
         if self._axis == "threshold":
-            return None if one.variant is None else one.variant.threshold
+            return None if one.who.variant is None else one.who.variant.threshold
         return float(getattr(one.workload, self._axis))
 
-    def _who(self, one: Measured) -> str:
+    def _who(self, one: Measured, *, of_workload: bool = True) -> str:
         """The contestant, and whatever distinguishes its results beside x."""
-        name = one.name
-        if self._axis == "threshold" and one.variant is not None and one.variant.threshold is not None:
-            name = f"{one.variant.kv_policy}, {one.variant.sync_policy}"
-        if len({result.dtype for result in self._results}) > 1:
-            name += f", {one.dtype}"
-        kernels = {result.variant.kernels for result in self._results if result.variant is not None}
-        if len(kernels) > 1 and one.variant is not None:
-            name += f", {one.variant.kernels}"
-        for axis, unit in _UNITS.items():
-            values = {getattr(result.workload, axis) for result in self._results}
-            if axis != self._axis and len(values) > 1:
-                name += f", {getattr(one.workload, axis)} {unit}"
+        variant, name = one.who.variant, one.who.name
+        if self._axis == "threshold" and of_workload and variant is not None and variant.threshold is not None:
+            name = replace(variant, threshold=None).name
+        if len({result.who.dtype for result in self._results}) > 1:
+            name += f", {one.who.dtype}"
+        kernels = {other.setting("kernels") for result in self._results if (other := result.who.variant) is not None}
+        if len(kernels) > 1 and variant is not None:
+            name += f", {variant.setting('kernels')}"
+        if of_workload:
+            for axis, unit in _UNITS.items():
+                values = {getattr(result.workload, axis) for result in self._results}
+                if axis != self._axis and len(values) > 1:
+                    name += f", {getattr(one.workload, axis)} {unit}"
         return name
+
+    def _load(self, load: Workload) -> str:
+        hard = f", {load.hard_share:.0%} hard" if load.hard_share else ""
+        return f"{load.batch} sequence(s), {load.prompt_tokens} + {load.new_tokens} tokens{hard}"
 
 
 def _milliseconds(seconds: Sequence[float]) -> Spread | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from tqdm import tqdm
 
 from offramp.common.exits.kv_policy import KVPolicy
-from offramp.serve.config import Dtype, Kernels, SyncPolicy
+from offramp.common.exits.policy import ExitPolicy
+from offramp.serve.config import Dtype, EngineConfig, Kernels, SyncPolicy
 
 _T = TypeVar("_T")
 _EARLY: tuple[KVPolicy, ...] = ("fill", "recompute", "verify")
@@ -24,6 +26,11 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.plots and options.out is None:
         parser.error("--plots needs --out, where the pictures go")
+    if options.requests is not None and options.requests < 3 * max(options.batch):
+        parser.error(
+            f"--requests {options.requests} leaves no steady window with {max(options.batch)} in flight; give at least "
+            f"{3 * max(options.batch)}"
+        )
 
     import torch
 
@@ -41,17 +48,24 @@ def main(argv: list[str]) -> int:
         prompt_tokens=options.prompt_tokens,
         new_tokens=options.new_tokens,
         hard_shares=options.hard_share,
-        dtypes=options.dtype,
-        kernels=options.kernels,
+        closed_loop=options.closed_loop,
+        requests=options.requests,
+        engine={
+            **dict(options.engine),
+            "dtype": options.dtype,
+            "kernels": options.kernels,
+            "sync_policy": options.sync_policy,
+        },
         kv_policies=options.kv_policy,
-        sync_policies=options.sync_policy,
         thresholds=options.threshold,
+        policy=dict(options.policy),
         exit_at=options.exit_at,
         static_layers=options.static_layer,
     )
     settings = Settings(
         repetitions=options.repeat,
         prompts=options.prompts,
+        references=options.references,
         until_eos=options.until_eos,
         transformers="transformers" in options.against,
         assistant_layers=options.assistant_layers,
@@ -59,9 +73,10 @@ def main(argv: list[str]) -> int:
     )
     bench = Bench(options.directory, options.plan, choices, settings)
     facts = report.machine()
+    window = "with all seats taken" if options.closed_loop else "while all sequences decode"
     if not options.json:
         print(
-            f"{options.directory}: tokens/s while all sequences decode, median (lowest..highest) of "
+            f"{options.directory}: tokens/s {window}, median (lowest..highest) of "
             f"{settings.repetitions} runs taken in turn; {facts['cpu']}, {facts['threads']} threads, "
             f"torch {facts['torch']}",
             flush=True,
@@ -139,16 +154,42 @@ def _parser() -> argparse.ArgumentParser:
         "prompts from (default: random tokens, which say nothing about early exits)",
     )
     work.add_argument("--until-eos", action="store_true", help="let sequences end where the model ends them")
-    engine_group = engine.add_argument_group("the engine's variants; full depth is always one of them")
+    work.add_argument(
+        "--closed-loop",
+        action="store_true",
+        help="keep --batch sequences in flight: another one starts when one ends, and what counts is the time in which "
+        "all seats are taken (default: all sequences of a batch start together)",
+    )
+    work.add_argument(
+        "--requests",
+        type=_count,
+        metavar="N",
+        help="sequences of a closed loop in all, at least three for each in flight (default: six, and at least 24)",
+    )
+    work.add_argument(
+        "--references",
+        type=Path,
+        metavar="FILE",
+        help='also measure the quality of the engine\'s texts: lines of JSON with a "prompt" and "references" each; '
+        "prompts are taken from it too, if there is no --prompts",
+    )
+    engine_group = engine.add_argument_group(
+        "the engine's variants; full depth is always one of them, and with a shortlist head if the checkpoint's policy "
+        "has a shortlist"
+    )
     engine_group.add_argument(
-        "--dtype", type=_list(_one_of(get_args(Dtype))), default=("fp32",), metavar="fp32,bf16", help="(default: fp32)"
+        "--dtype",
+        type=_list(_one_of(get_args(Dtype))),
+        default=(EngineConfig.dtype,),
+        metavar="fp32,bf16",
+        help=f"(default: {EngineConfig.dtype}, as everywhere)",
     )
     engine_group.add_argument(
         "--kernels",
         type=_list(_one_of(get_args(Kernels))),
-        default=("auto",),
+        default=(EngineConfig.kernels,),
         metavar="NAME,...",
-        help="(default: auto)",
+        help=f"(default: {EngineConfig.kernels})",
     )
     engine_group.add_argument(
         "--kv-policy",
@@ -170,6 +211,22 @@ def _parser() -> argparse.ArgumentParser:
         default=(None,),
         metavar="X,...",
         help="one threshold for all exits; `own` is the checkpoint's (default: own)",
+    )
+    engine_group.add_argument(
+        "--engine",
+        type=_field(EngineConfig),
+        action="append",
+        default=[],
+        metavar="FIELD=X,...",
+        help="values of any other setting of the engine, by its name in EngineConfig; may be repeated",
+    )
+    engine_group.add_argument(
+        "--policy",
+        type=_field(ExitPolicy),
+        action="append",
+        default=[],
+        metavar="FIELD=X,...",
+        help="values of a field of the checkpoint's exit policy, by its name in ExitPolicy; may be repeated",
     )
     engine_group.add_argument(
         "--exit-at",
@@ -250,6 +307,24 @@ def _share(text: str) -> float:
 
 def _threshold(text: str) -> float | None:
     return None if text == "own" else _number(text)
+
+
+def _field(settings: type[EngineConfig | ExitPolicy]) -> Callable[[str], tuple[str, tuple[Any, ...]]]:
+    known = [one.name for one in dataclasses.fields(settings)]
+
+    def value(text: str) -> Any:
+        try:
+            return None if text == "none" else json.loads(text)
+        except ValueError:
+            return text
+
+    def parse(text: str) -> tuple[str, tuple[Any, ...]]:
+        name, equals, values = text.partition("=")
+        if not equals or name not in known:
+            raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=X,... with a FIELD of {', '.join(known)}")
+        return name, tuple(value(part) for part in values.split(","))
+
+    return parse
 
 
 def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:

@@ -29,6 +29,7 @@ from offramp.serve.model.layers_torch import TorchFill, TorchLayers
 from offramp.serve.model.linear import ChosenKernels, PackedLinear, choose_kernels
 from offramp.serve.model.native import native_library
 from offramp.serve.model.rows import RowContext, Rows
+from offramp.serve.model.shortlist_head import ShortlistHead
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,13 @@ class PackedModel:
     """
 
     def __init__(
-        self, model: MultiExitTransformer, dtype: torch.dtype, kernels: Kernels = "auto", *, release: bool = False
+        self,
+        model: MultiExitTransformer,
+        dtype: torch.dtype,
+        kernels: Kernels = "auto",
+        *,
+        release: bool = False,
+        final_shortlist: Sequence[int] | None = None,
     ) -> None:
         """Pack.
 
@@ -78,6 +85,7 @@ class PackedModel:
             kernels: what is to compute them.
             release: give the model's own weights up as they are packed, so that they are not in memory twice; the model
                 can then not be run any more.
+            final_shortlist: the only tokens that the final exit predicts; None: all.
 
         Raises:
             OfframpError: if `kernels` is `native` and there are none here.
@@ -130,6 +138,8 @@ class PackedModel:
                 next_cache_layer=after_exit[layer],
             )
         final = config.num_layers
+        if final_shortlist is not None:
+            unembed = ShortlistHead(shared, final_shortlist, self.kernels)
         self.exits[final] = PackedExit(final, None, None, final_norm, unembed, shared, self.num_cache_layers)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
