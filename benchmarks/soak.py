@@ -2,25 +2,29 @@
 
     python benchmarks/soak.py DIR --minutes 30
 
-Requests arrive at random with random lengths, KV policies, sampling, priorities and clients; some are cancelled; the
-cache is far too small for all of them, so requests lose their blocks and run again. At the end the process must be
-as it was: no block in use, no state kept, no thread left, memory flat. A sample of the answers is compared with the
-same requests alone on an idle engine. Exit code 1 says that something was left or differed.
+Requests arrive at random with random lengths, KV policies, exit policies, sampling, priorities and clients; some are
+cancelled; the cache is far too small for all of them, so requests lose their blocks and run again. At the end the
+process must be as it was: no block in use, no state kept, no thread left, memory flat. A sample of the answers is
+compared with the same requests alone on an idle engine. Exit code 1 says that something was left or differed.
+
+The time is shared by several engines, one after the other, whose settings are drawn at random too.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import itertools
 import random
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -115,9 +119,8 @@ def soak(directory: Path, seconds: float, seed: int, say: Callable[[str], None] 
     """Load the engine for some seconds."""
     threads_before = {thread.ident for thread in threading.enumerate()}
     source = random.Random(seed)
-    config = EngineConfig(
-        block_size=8, num_blocks=48, max_num_seqs=12, max_tokens_per_iteration=48, max_waiting=40, max_model_len=256
-    )
+    config = _engine_config(source)
+    say(", ".join(f"{field.name} {getattr(config, field.name)}" for field in dataclasses.fields(config)))
     engine = Engine.from_checkpoint(directory, config)
     desk = Desk()
     # All that the queue holds may arrive between two iterations; the thread refuses what is more.
@@ -167,6 +170,32 @@ def soak(directory: Path, seconds: float, seed: int, say: Callable[[str], None] 
     return Outcome(faults, totals, desk.finished)
 
 
+def _engine_config(source: random.Random) -> EngineConfig:
+    """Settings at random, but for the sync policies and the split rule under which exits depend on the batch."""
+    return EngineConfig(
+        block_size=8,
+        num_blocks=48,
+        max_num_seqs=12,
+        max_tokens_per_iteration=48,
+        max_waiting=40,
+        max_model_len=256,
+        **_drawn(
+            EngineConfig,
+            source,
+            group_by_depth=(False, True),
+            deep_quorum=(0.0, 0.5, 1.0),
+            max_parked_iterations=(1, 8),
+            quantization=("none", "int8"),
+        ),
+    )
+
+
+def _drawn(settings: type[Any], source: random.Random, **choices: Sequence[Any]) -> dict[str, Any]:
+    """One of the choices for each field that the settings have."""
+    known = {field.name for field in dataclasses.fields(settings)}
+    return {name: source.choice(values) for name, values in choices.items() if name in known}
+
+
 def _request(engine: Engine, source: random.Random, request_id: str) -> Request:
     vocab_size = engine.checkpoint.config.vocab_size
     long = source.random() < 0.1
@@ -202,7 +231,18 @@ def _exits(engine: Engine, source: random.Random) -> ExitOptions:
     if policy == "static":
         return ExitOptions("static", static_layer=source.choice(layers))
     thresholds = {layer: source.choice((-1.0, 0.2, 0.5, 0.9)) for layer in layers}
-    return ExitOptions(policy, ExitPolicy("margin", thresholds), max_pending=source.choice((1, 3, 8)))
+    shortlist = source.choice((None, tuple(range(0, engine.checkpoint.config.vocab_size, 3))))
+    rules = _drawn(
+        ExitPolicy,
+        source,
+        measure=("margin", "margin", "max_probability", "entropy", "cosine"),
+        min_layer=(0, 0, layers[-1]),
+        decay=(None, None, 4.0),
+        shortlist_only=(False, shortlist is not None),
+    )
+    return ExitOptions(
+        policy, ExitPolicy(thresholds=thresholds, shortlist=shortlist, **rules), max_pending=source.choice((1, 3, 8))
+    )
 
 
 def _differences(engine: Engine, sample: list[Answer]) -> list[str]:
@@ -252,14 +292,19 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="a checkpoint directory; a small one gives more iterations")
     parser.add_argument("--minutes", type=float, default=30.0, help="(default: %(default)g)")
+    parser.add_argument("--rounds", type=int, default=3, help="engines that share the time (default: %(default)d)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    outcome = soak(options.directory, 60 * options.minutes, options.seed, lambda line: print(line, flush=True))
-    for fault in outcome.faults:
+    faults: list[str] = []
+    for number in range(options.rounds):
+        seconds = 60 * options.minutes / options.rounds
+        outcome = soak(options.directory, seconds, options.seed + number, lambda line: print(line, flush=True))
+        faults += [f"round {number}: {fault}" for fault in outcome.faults]
+    for fault in faults:
         print(f"soak: {fault}", file=sys.stderr)
-    print("Something is wrong." if outcome.faults else "Nothing is left.")
-    return 1 if outcome.faults else 0
+    print("Something is wrong." if faults else "Nothing is left.")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ Fields = tuple[tuple[str, Any], ...]
 
 Head = Literal["whole", "shortlist"]
 
-EXIT_FIELDS = frozenset({"sync_policy", "quantile", "split_rule", "group_by_depth", "deep_quorum"})
+EXIT_FIELDS = frozenset(
+    {"sync_policy", "quantile", "split_rule", "group_by_depth", "deep_quorum", "max_parked_iterations"}
+)
 """Fields of `EngineConfig` that mean something only where tokens leave early: full depth is measured without them. All
 others (dtype, kernels, ...) decide what the layers cost, so each of their values has a full depth of its own."""
 
@@ -115,10 +117,7 @@ class Variant:
         """Whether exit layers, and so texts, may depend on who else is in the batch."""
         if self.kv_policy in ("full", "static"):
             return False
-        return any(
-            name in EXIT_FIELDS - {"quantile", "group_by_depth"} and value != getattr(EngineConfig, name, None)
-            for name, value in self.engine
-        )
+        return self.setting("sync_policy") != "regroup" or self.setting("split_rule") == "cost"
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ def _field(settings: type[EngineConfig | ExitPolicy]) -> Callable[[str], tuple[s
 
     def value(text: str) -> Any:
         try:
-            return None if text == "none" else json.loads(text)
+            return json.loads(text)
         except ValueError:
             return text
 
