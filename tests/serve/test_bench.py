@@ -352,6 +352,7 @@ def test_what_does_not_fit_the_model_is_a_note_and_the_rest_goes_on(
         (["--plots"], "--out"),
         (["--closed-loop", "--requests", "20"], "give at least 96"),
         (["--engine", "nonsense=1"], "is not FIELD=X"),
+        (["--engine", "dtype=bf16"], "is not FIELD=X"),
         (["--policy", "measure"], "is not FIELD=X"),
     ],
 )

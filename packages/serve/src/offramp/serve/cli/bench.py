@@ -17,6 +17,11 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.config import Dtype, EngineConfig, Kernels, SyncPolicy
 
 _T = TypeVar("_T")
+# Fields that have an option of their own, that the benchmark sets to fit its workloads, or that no short text can give.
+_NOT_BY_NAME = frozenset(
+    {"dtype", "kernels", "sync_policy", "block_size", "num_blocks", "kv_cache_bytes", "max_num_seqs", "max_waiting"}
+    | {"num_threads", "thresholds", "shortlist"}
+)
 _EARLY: tuple[KVPolicy, ...] = ("fill", "recompute", "verify")
 
 
@@ -310,7 +315,7 @@ def _threshold(text: str) -> float | None:
 
 
 def _field(settings: type[EngineConfig | ExitPolicy]) -> Callable[[str], tuple[str, tuple[Any, ...]]]:
-    known = [one.name for one in dataclasses.fields(settings)]
+    known = [one.name for one in dataclasses.fields(settings) if one.name not in _NOT_BY_NAME]
 
     def value(text: str) -> Any:
         try:
