@@ -102,7 +102,9 @@ def _measured(variant: Variant, depth: int, runs: Sequence[tuple[int, int, int, 
     """One repetition of one iteration that gives two tokens of `depth`; `runs` are (start, stop, rows, seconds)."""
     one = Measured("x", Identity("one", "fp32", variant, "plain"), Workload(2, 1, 3))
     segments = tuple(SegmentRun(*run) for run in runs)
-    seconds = {**dict.fromkeys(PARTS, 0.0), "layers": sum(run.seconds for run in segments), **parts}
+    seconds = dict.fromkeys(PARTS, 0.0)
+    seconds["layers"] = sum(run.seconds for run in segments)
+    seconds.update((part, parts[part]) for part in PARTS if part in parts)
     record = IterationRecord(0, seconds, segments, decode_rows=2, new_tokens=2, token_layers=2 * depth)
     # The first tokens and the prompts come before the window.
     prompt = IterationRecord(0, dict.fromkeys(PARTS, 99.0), prefill_rows=7, new_tokens=2)
