@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from offramp.common.errors import OfframpError
 from offramp.train.export import RECORD_FILE
 from offramp.train.pipeline.registration import register_strategy
-from offramp.train.recipe import RecipeArguments, import_object, load_recipe, parse_command_line
+from offramp.train.recipe import PLAN, RecipeArguments, import_object, load_recipe, parse_command_line
 from offramp.train.recipe_errors import explained
 from offramp.train.tracking.logger import OfframpMLFlowLogger
 from offramp.train.tracking.recorder import RunRecorder, Termination
@@ -236,8 +236,7 @@ def build(arguments: RecipeArguments) -> RecipeCLI:
     Raises:
         OfframpError: the recipe is at fault; the sentence names the key.
     """
-    recipe = with_defaults(load_recipe(arguments.files, arguments.overrides), arguments.files[-1].stem)
-    register_strategy()
+    recipe, _ = _load(arguments.files, arguments.overrides)
     with explained(recipe):
         cli = RecipeCLI(recipe)
     trainer = cli.trainer
@@ -247,6 +246,36 @@ def build(arguments: RecipeArguments) -> RecipeCLI:
             callback.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
     trainer.callbacks.insert(0, RunRecorder(cli.resolved()))  # pyright: ignore[reportAttributeAccessIssue]
     return cli
+
+
+class _UnbuiltCLI(RecipeCLI):
+    """A recipe with every key and type checked, and nothing built."""
+
+    def instantiate_classes(self) -> None:
+        """Leave it at the configuration."""
+
+
+def read_configuration(
+    files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Checks a recipe as `build` does, without the devices and files that it speaks of.
+
+    Returns:
+        The resolved configuration with all defaults, and the section `plan:`.
+
+    Raises:
+        OfframpError: the recipe is at fault; the sentence names the key.
+    """
+    recipe, plan = _load(files, overrides)
+    with explained(recipe):
+        return _UnbuiltCLI(recipe).resolved(), plan
+
+
+def _load(files: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    recipe = load_recipe(files, overrides)
+    plan = recipe.pop(PLAN, None) or {}
+    register_strategy()
+    return with_defaults(recipe, files[-1].stem), plan
 
 
 def with_defaults(recipe: dict[str, Any], name: str) -> dict[str, Any]:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from offramp.common.command import Command
 
+plan = Command(
+    summary="Show what a recipe's pipeline will cost: time and memory of each stage, the timeline of a step",
+    main="offramp.train.plan:main",
+    step=19,
+)
 fit = Command(
     summary="Train a model and its exits as a recipe says, on one process, DDP or the DeepSpeed pipeline",
     main="offramp.train.cli:fit_main",

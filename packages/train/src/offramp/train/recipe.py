@@ -5,7 +5,8 @@ a later file or an override changes would then not reach the places that refer t
 the parser that knows the classes.
 
 Within `model:` and `data:` the arguments may be written without `init_args:`, and `class_path:` may be left out where
-the command has a default. `vars:` holds values that exist to be referred to (`${vars.lr}`).
+the command has a default. `vars:` holds values that exist to be referred to (`${vars.lr}`), and `plan:` what only `offramp plan`
+reads.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from offramp.common.errors import OfframpError
 
 CLASS_SECTIONS = ("model", "data")
 VARIABLES = "vars"
+PLAN = "plan"
+"""The section that says what is known about the machines, for `offramp plan` alone."""
 _CLASS_KEYS = frozenset({"class_path", "dict_kwargs"})
 # Both spellings are merged in the short one, so references are brought to it as well.
 _LONG_REFERENCE = re.compile(r"\$\{(" + "|".join(CLASS_SECTIONS) + r")\.init_args\.")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,10 @@ from offramp.common.model.transformer import MultiExitTransformer, run_layer
 from offramp.train.losses import ExitReader
 
 
+ExitPlacement = Literal["next_stage", "same_stage"]
+"""Where an exit between two stages is computed: at the start of the later one, or at the end of the earlier one."""
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """Which stage runs which layers and exits.
@@ -33,11 +38,14 @@ class StagePlan:
         config: the model.
         exits: its early exits.
         bounds: [S + 1] stage s runs layers `bounds[s]` + 1 .. `bounds[s + 1]`.
+        exit_placement: of exits between two stages. The later stage holds the state anyway and has fewer micro-batches
+            in flight (EE-LLM, section 3.2), so it is the default.
     """
 
     config: ModelConfig
     exits: ExitConfig
     bounds: tuple[int, ...]
+    exit_placement: ExitPlacement = "next_stage"
 
     @property
     def num_stages(self) -> int:
@@ -45,13 +53,12 @@ class StagePlan:
         return len(self.bounds) - 1
 
     def exits_of(self, stage: int) -> tuple[int, ...]:
-        """Exit layers whose heads lie on a stage, the final exit on the last one.
-
-        An exit between two stages belongs to the later one, which holds its state anyway and has fewer micro-batches in
-        flight (EE-LLM, section 3.2).
-        """
+        """Exit layers whose heads lie on a stage, the final exit on the last one."""
         start, stop = self.bounds[stage], self.bounds[stage + 1]
-        own = tuple(layer for layer in self.exits.layers if start <= layer < stop)
+        if self.exit_placement == "same_stage":
+            own = tuple(layer for layer in self.exits.layers if start < layer <= stop)
+        else:
+            own = tuple(layer for layer in self.exits.layers if start <= layer < stop)
         return own if stage < self.num_stages - 1 else (*own, self.config.num_layers)
 
     @cached_property
@@ -67,25 +74,6 @@ class StagePlan:
                 if final or self.exits.head == "final":
                     holders["norm.weight"].add(stage)
         return {name: tuple(sorted(stages)) for name, stages in sorted(holders.items()) if len(stages) > 1}
-
-    def describe(self) -> str:
-        """A table of stages: layers, exits, parameters (shared ones counted at each holder) and cost."""
-        costs, lines = layer_costs(self.config, self.exits), []
-        for stage in range(self.num_stages):
-            start, stop = self.bounds[stage], self.bounds[stage + 1]
-            exits = ", ".join(str(layer) for layer in self.exits_of(stage)) or "none"
-            cost = sum(costs.blocks[start:stop]) + sum(costs.exits[layer] for layer in self.exits_of(stage))
-            lines.append(
-                f"stage {stage}: layers {start + 1}-{stop}, exits {exits}, "
-                f"{self.num_parameters(stage) / 1e6:.1f}M parameters, {100 * cost / costs.total:.0f}% of the cost"
-            )
-        return "\n".join(lines)
-
-    def num_parameters(self, stage: int) -> int:
-        """Parameters that a stage holds, shared ones included."""
-        with torch.device("meta"):
-            part = Stage(MultiExitTransformer(self.config, self.exits), self, stage)
-        return sum(parameter.numel() for parameter in part.parameters())
 
 
 @dataclass(frozen=True)
@@ -128,6 +116,7 @@ def plan_stages(
     num_stages: int,
     bounds: Sequence[int] | None = None,
     labelled_share: float = 1.0,
+    exit_placement: ExitPlacement = "next_stage",
 ) -> StagePlan:
     """Divide a model among stages.
 
@@ -137,6 +126,7 @@ def plan_stages(
         num_stages: S.
         bounds: [S - 1] the last layer of every stage but the last; None balances the cost.
         labelled_share: see `layer_costs`.
+        exit_placement: see `StagePlan`.
 
     Raises:
         OfframpError: there are fewer layers than stages, or the bounds leave a stage empty.
@@ -146,15 +136,18 @@ def plan_stages(
             f"a model of {config.num_layers} layers cannot be divided into {num_stages} stages; choose 1.."
             f"{config.num_layers}."
         )
+    if exit_placement not in get_args(ExitPlacement):
+        raise OfframpError(f"exit_placement is {exit_placement!r}; choose one of {', '.join(get_args(ExitPlacement))}.")
     if bounds is None:
-        return StagePlan(config, exits, _balanced(layer_costs(config, exits, labelled_share), num_stages))
+        costs = layer_costs(config, exits, labelled_share)
+        return StagePlan(config, exits, _balanced(costs, num_stages, exit_placement), exit_placement)
     edges = (0, *bounds, config.num_layers)
     if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
         raise OfframpError(
             f"stage_bounds {list(bounds)} must be {num_stages - 1} ascending layer numbers inside 1.."
             f"{config.num_layers - 1}: the last layer of every stage but the last."
         )
-    return StagePlan(config, exits, edges)
+    return StagePlan(config, exits, edges, exit_placement)
 
 
 class Stage(nn.Module):
@@ -222,8 +215,8 @@ class Stage(nn.Module):
             if layer in self.exit_layers:
                 states[layer] = h
             h = run_layer(block, h, layer, layout)
-        if self.plan.config.num_layers in self.exit_layers:
-            states[self.plan.config.num_layers] = h
+        if (stop := self.plan.bounds[self.index + 1]) in self.exit_layers:
+            states[stop] = h
         return h, states
 
 
@@ -242,12 +235,14 @@ def _matrix_elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 2)
 
 
-def _balanced(costs: LayerCosts, num_stages: int) -> tuple[int, ...]:
+def _balanced(costs: LayerCosts, num_stages: int, exit_placement: ExitPlacement) -> tuple[int, ...]:
     """Bounds whose dearest stage is cheapest; dynamic programming over (stages, layers)."""
     num_layers = len(costs.blocks)
-    # An exit after layer e is paid by the stage that runs layer e + 1, the final one by the last.
-    paid = [costs.blocks[i] + costs.exits.get(i, 0.0) for i in range(num_layers)]
-    paid[-1] += costs.exits[num_layers]
+    # An exit after layer e is paid by the stage that runs layer e + 1, or e; the final one by the last.
+    shift = 1 if exit_placement == "same_stage" else 0
+    paid = [costs.blocks[i] + costs.exits.get(i + shift, 0.0) for i in range(num_layers)]
+    if not shift:
+        paid[-1] += costs.exits[num_layers]
     upto = [0.0]
     for cost in paid:
         upto.append(upto[-1] + cost)

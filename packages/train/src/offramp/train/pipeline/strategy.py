@@ -17,6 +17,7 @@ Legend: S stages.
 from __future__ import annotations
 
 import json
+import math
 import os
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,10 +37,14 @@ from offramp.common.hf import read_json
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.export import RECORD, RECORD_FILE, STAGES
 from offramp.train.module import MultiExitModule
+from offramp.train.pipeline.costs import MicroBatchShape
 from offramp.train.pipeline.engine import EarlyExitPipelineEngine, StageModule, make_engine
+from offramp.train.pipeline.estimate import Estimator
 from offramp.train.pipeline.quiet_deepspeed import use_device
 from offramp.train.pipeline.registration import NAME, register_strategy
-from offramp.train.pipeline.stages import plan_stages
+from offramp.train.pipeline.report import stage_table
+from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages
+from offramp.train.pipeline.times import estimated, matrix_speed
 
 # isort: split
 from deepspeed import comm as dist
@@ -64,6 +69,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             will do; the bubble is (S - 1) / (micro_batches + S - 1) of a step.
         zero_stage: 1 divides the optimizer's state among data-parallel replicas.
         stage_bounds: last layer of every stage but the last; None balances the cost.
+        exit_placement: of exits between two stages; see `StagePlan`.
         labelled_share: expected share of positions with a label, for balancing: only they meet the unembedding.
         timeout_minutes: how long a rank waits for another.
         process_group_backend: None chooses gloo on CPU and nccl on CUDA.
@@ -77,6 +83,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         micro_batches: int = 4,
         zero_stage: Literal[0, 1] = 0,
         stage_bounds: list[int] | None = None,
+        exit_placement: ExitPlacement = "next_stage",
         labelled_share: float = 0.5,
         timeout_minutes: float = 30.0,
         process_group_backend: str | None = None,
@@ -104,7 +111,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             process_group_backend=process_group_backend,
         )
         self.pipe, self.micro_batches, self.zero_stage = pipe, micro_batches, zero_stage
-        self.stage_bounds, self.labelled_share = stage_bounds, labelled_share
+        self.stage_bounds, self.exit_placement, self.labelled_share = stage_bounds, exit_placement, labelled_share
         self._engine: EarlyExitPipelineEngine | None = None
 
     # ---- processes
@@ -154,9 +161,30 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
 
     def build_stages(self, model: MultiExitTransformer) -> StageModule:
         """This rank's stage of a model; called by `MultiExitModule.configure_model`."""
-        plan = plan_stages(model.config, model.exit_config, self.pipe, self.stage_bounds, self.labelled_share)
-        rank_zero_info(plan.describe())
+        config, exits = model.config, model.exit_config
+        plan = plan_stages(
+            config, exits, self.pipe, self.stage_bounds, self.labelled_share, exit_placement=self.exit_placement
+        )
+        if self.is_global_zero:
+            rank_zero_info(self._describe(plan, model))
         return StageModule(model, plan)
+
+    def _describe(self, plan: StagePlan, model: MultiExitTransformer) -> str:
+        """The stage plan as a table; without data that says how large a batch is, for one row of 512 tokens."""
+        data = getattr(self.module.trainer, "datamodule", None)
+        rows = math.ceil(getattr(data, "batch_size", self.micro_batches) / self.micro_batches)
+        time = getattr(data, "sequence_length", 512)
+        mixed = PRECISIONS[str(self.precision_plugin.precision)] is not None
+        shape = MicroBatchShape(rows, time, self.labelled_share, mixed)
+        speed = matrix_speed(self.root_device, mixed)
+        times = estimated(plan.config, plan.exits, shape, speed, "")
+        estimator = Estimator(
+            plan, model, shape, times, self.micro_batches, self.data_parallel_size, self.zero_stage
+        )
+        return (
+            f"stage plan for {self.micro_batches} micro-batches of {rows} x {time} tokens, estimated at "
+            f"{speed / 1e12:.3g} TFLOP/s:\n{stage_table(estimator)}"
+        )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -305,4 +333,9 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
 
     def _layout(self) -> dict[str, Any]:
         bounds = list(self.engine.module.stage.plan.bounds)
-        return {"stage_bounds": bounds, "data_parallel": self.data_parallel_size, "zero_stage": self.zero_stage}
+        return {
+            "stage_bounds": bounds,
+            "exit_placement": self.exit_placement,
+            "data_parallel": self.data_parallel_size,
+            "zero_stage": self.zero_stage,
+        }

@@ -1,0 +1,282 @@
+"""What each stage of a plan costs, and a step with and without each way of making it cheaper.
+
+Legend: B batch, T time, D model, L layers, S stages, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.pipeline.costs import BF16, FP32, MicroBatchShape, head_cost, layer_cost
+from offramp.train.pipeline.schedule import Schedule, bubble_capacity, cooldown_counts, one_f_one_b, warmup_counts
+from offramp.train.pipeline.simulation import HeadWork, StageWork, Timeline, simulate, time_bound
+from offramp.train.pipeline.stages import Stage, StagePlan
+from offramp.train.pipeline.times import ModuleTimes, Pass
+
+ADAM_BYTES = 2 * FP32
+"""Per parameter: both moments of AdamW."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of a stage that stay from step to step, and parameters.
+
+    Attributes:
+        parameters: that the stage holds, shared ones included.
+        trained: those of them that are trained.
+        weights: fp32, and under autocast the bf16 copies of matrices.
+        gradients: fp32.
+        optimizer: moments of AdamW; under ZeRO-1 this rank's share of them and of the weights in fp32.
+    """
+
+    parameters: int
+    trained: int
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A plan with all that is known about it.
+
+    Attributes:
+        plan: the stages.
+        model: that is planned; only its shapes and `requires_grad` are read, so it may be on the meta device.
+        shape: of a micro-batch.
+        times: of its modules.
+        micro_batches: M.
+        replicas: data-parallel ranks.
+        zero_stage: 0 or 1.
+    """
+
+    plan: StagePlan
+    model: MultiExitTransformer
+    shape: MicroBatchShape
+    times: ModuleTimes
+    micro_batches: int
+    replicas: int = 1
+    zero_stage: int = 0
+
+    def memory(self) -> list[StageMemory]:
+        """[S] what stays from step to step."""
+        return [self._memory(Stage(self.model, self.plan, index)) for index in range(self.plan.num_stages)]
+
+    def _memory(self, stage: Stage) -> StageMemory:
+        parameters = list(stage.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        casts = 0
+        if self.shape.mixed:
+            reads_embedding = stage.lm_head is None and bool(stage.exit_layers)
+            casts = sum(
+                p.numel()
+                for name, p in stage.named_parameters()
+                if p.dim() == 2 and (name != "embed_tokens.weight" or reads_embedding)
+            )
+        count = sum(p.numel() for p in parameters)
+        state = ADAM_BYTES if self.zero_stage == 0 else (ADAM_BYTES + FP32) / self.replicas
+        return StageMemory(count, trained, FP32 * count + BF16 * casts, FP32 * trained, state * trained)
+
+    def works(self, early_exits: bool = True, deferred: bool = True, checkpointing: bool = False) -> list[StageWork]:
+        """[S] what a micro-batch costs.
+
+        Args:
+            early_exits: count them; the final exit always is.
+            deferred: exits are computed in the backward pass.
+            checkpointing: layers keep their input only, and are computed again in the backward pass.
+        """
+        return [
+            self._work(index, early_exits, deferred, checkpointing) for index in range(self.plan.num_stages)
+        ]
+
+    def _work(self, index: int, early_exits: bool, deferred: bool, checkpointing: bool) -> StageWork:
+        plan, shape, times = self.plan, self.shape, self.times
+        config, start, stop = plan.config, plan.bounds[index], plan.bounds[index + 1]
+        cost, state = layer_cost(config, shape), float(shape.state_bytes(config.hidden_size))
+        # Where nothing at or below is trained, no gradient is wanted and nothing is kept for one.
+        flows = _is_trained(self.model.embed_tokens) or any(_is_trained(self.model.layers[i]) for i in range(start))
+        forward, backward = (times.embedding.forward, 0.0) if index == 0 else (0.0, 0.0)
+        if index == 0 and _is_trained(self.model.embed_tokens):
+            backward += times.embedding.backward
+        held, recomputed = state, 0.0  # the output waits for its gradient
+        reached = {start: flows}
+        for layer in range(start, stop):
+            trained = _is_trained(self.model.layers[layer])
+            forward += times.layer.forward
+            backward += _backward(times.layer, trained, flows)
+            flows = flows or trained
+            reached[layer + 1] = flows
+            if flows and checkpointing:
+                held, recomputed, backward = held + state, cost.held, backward + times.layer.forward
+            elif flows:
+                held += cost.held
+        heads = []
+        for layer in plan.exits_of(index):
+            if not early_exits and layer != config.num_layers:
+                continue
+            head, trained = head_cost(config, plan.exits, layer, shape), self._head_is_trained(layer)
+            seconds = times.heads[layer]
+            if not reached[layer]:
+                held += state  # nothing else keeps what this exit reads
+            keeps = trained or reached[layer]
+            heads.append(
+                HeadWork(
+                    seconds.forward,
+                    _backward(seconds, trained, reached[layer]),
+                    head.held if keeps else 0.0,
+                    head.working if keeps else head.held,
+                )
+            )
+        # Rotary tables and the mask of a micro-batch.
+        held += shape.tokens * 2 * config.head_dim * FP32 + shape.rows * shape.time**2
+        return StageWork(forward, backward, held, recomputed, tuple(heads), deferred)
+
+    def _head_is_trained(self, layer: int) -> bool:
+        final = layer == self.plan.config.num_layers
+        own = not final and _is_trained(self.model.exits[str(layer)])
+        norm = (final or self.plan.exits.head == "final") and _is_trained(self.model.norm)
+        return own or norm or self.model.unembedding(layer).requires_grad
+
+    def run(self, works: Sequence[StageWork], schedule: Schedule | None = None) -> Timeline:
+        """Simulate a step; plain 1F1B unless another schedule is given."""
+        schedule = schedule or one_f_one_b(self.plan.num_stages, self.micro_batches)
+        return simulate(schedule, works, self.times.transfer)
+
+    def bound(self, works: Sequence[StageWork]) -> float:
+        """Upper bound on a step of plain 1F1B, in seconds."""
+        return time_bound(works, self.micro_batches, self.times.transfer)
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Micro-batches put into the bubbles.
+
+    Attributes:
+        timeline: of the filled schedule.
+        warmup: micro-batches put into the warm-up.
+        cooldown: micro-batches put into the cool-down.
+        capacity: K, what stages of equal times have room for in each part.
+    """
+
+    timeline: Timeline
+    warmup: int
+    cooldown: int
+    capacity: int
+
+
+def fill_bubbles(
+    estimator: Estimator, works: Sequence[StageWork], warmup: int | None = None, cooldown: int | None = None
+) -> Filling:
+    """Fill both parts of the bubble with as much as does not make the step longer.
+
+    K is exact for stages of equal times. Where they differ, or messages take time, counts go down until the simulated
+    step is as short as the plain one.
+
+    Args:
+        estimator: the plan.
+        works: [S] what a micro-batch costs.
+        warmup: at most so many in the warm-up; None: as many as fit.
+        cooldown: at most so many in the cool-down; None: as many as fit.
+    """
+    stages, micro_batches = len(works), estimator.micro_batches
+    plan, config = estimator.plan, estimator.plan.config
+    ratio = sum(w.seconds("backward") for w in works) / max(sum(w.seconds("forward") for w in works), 1e-30)
+    capacity = bubble_capacity(stages, ratio)
+    with_exits = [s for s in range(stages) if any(layer < config.num_layers for layer in plan.exits_of(s))]
+    plain = estimator.run(works)
+    best, counts = plain, ((), ())
+    limit = plain.seconds * (1.0 + 1e-9)
+    for count in range(capacity if warmup is None else min(warmup, capacity), 0, -1):
+        early = warmup_counts(stages, count, ratio, with_exits)
+        filled = estimator.run(works, one_f_one_b(stages, micro_batches, early))
+        if filled.seconds <= limit:
+            best, counts = filled, (early, ())
+            break
+    for count in range(capacity if cooldown is None else min(cooldown, capacity), 0, -1):
+        late = cooldown_counts(stages, count, ratio)
+        filled = estimator.run(works, one_f_one_b(stages, micro_batches, counts[0], late))
+        if filled.seconds <= limit:
+            best, counts = filled, (counts[0], late)
+            break
+    return Filling(best, max(counts[0], default=0), max(counts[1], default=0), capacity)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a step.
+
+    Attributes:
+        name: in words.
+        timeline: of it.
+        bound: see `time_bound`; None for schedules that it does not speak of.
+        note: what else there is to know.
+        filling: if bubbles are filled.
+    """
+
+    name: str
+    timeline: Timeline
+    bound: float | None
+    note: str = ""
+    filling: Filling | None = None
+
+
+def compare(estimator: Estimator, warmup: int | None = None, cooldown: int | None = None) -> list[Variant]:
+    """A step without early exits, with them, and with each optimisation; all on the same bounds of stages.
+
+    Args:
+        estimator: the plan.
+        warmup: see `fill_bubbles`.
+        cooldown: see `fill_bubbles`.
+    """
+
+    def variant(name: str, of: Estimator, works: list[StageWork], note: str = "") -> Variant:
+        return Variant(name, of.run(works), of.bound(works), note)
+
+    plan, chosen = estimator.plan, estimator.plan.exit_placement
+    plain = variant("no early exits", estimator, estimator.works(early_exits=False))
+    if not plan.exits.layers:
+        return [plain, variant("activation checkpointing", estimator, estimator.works(checkpointing=True))]
+    variants = [plain]
+    at_bounds = set(plan.exits.layers) & set(plan.bounds[1:-1])
+    if at_bounds and chosen == "next_stage":
+        ends = replace(estimator, plan=replace(plan, exit_placement="same_stage"))
+        variants.append(variant("exits, at the end of their stage", ends, ends.works(deferred=False)))
+        variants.append(variant("exits, at the start of the next", estimator, estimator.works(deferred=False)))
+    else:
+        variants.append(variant("exits, computed in the forward pass", estimator, estimator.works(deferred=False)))
+    works = estimator.works()
+    variants.append(variant("exits, deferred to the backward pass", estimator, works, "what fit runs"))
+    again = estimator.works(checkpointing=True)
+    variants.append(variant("deferred, activation checkpointing", estimator, again))
+    if plan.num_stages > 1:
+        shared = [name for name in plan.shared if _parameter_is_trained(estimator.model, name)]
+        if shared:
+            note = f"not with parameters that stages share ({', '.join(shared)})"
+            variants.append(Variant("deferred, bubbles filled", estimator.run(works), None, note))
+        else:
+            filling = fill_bubbles(estimator, works, warmup, cooldown)
+            note = f"{filling.warmup} + {filling.cooldown} more micro-batches of at most {filling.capacity} each"
+            variants.append(Variant("deferred, bubbles filled", filling.timeline, None, note, filling))
+    return variants
+
+
+def _parameter_is_trained(model: MultiExitTransformer, name: str) -> bool:
+    return model.get_parameter(name).requires_grad
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _backward(seconds: Pass, trained: bool, flows: bool) -> float:
+    """A backward pass makes gradients of weights and of the input, half its work each."""
+    return seconds.backward * (int(trained) + int(flows)) / 2

@@ -1,0 +1,218 @@
+"""How long modules take on a micro-batch: from operations and a speed, measured here, or given.
+
+Legend: B batch, T time, N labelled tokens, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offramp.common.exits.config import ExitConfig
+from offramp.common.model.attention import Layout
+from offramp.common.model.block import Block
+from offramp.common.model.config import ModelConfig
+from offramp.common.model.exit_head import ExitHead
+from offramp.common.model.norm import RMSNorm
+from offramp.train.losses import ExitReader, exit_term
+from offramp.train.pipeline.costs import MicroBatchShape, head_cost, layer_cost
+
+BACKWARD_PER_FORWARD = 2.0
+"""A backward pass makes two matrix products for each of the forward pass."""
+
+
+class Pass(NamedTuple):
+    """Seconds of one module and micro-batch."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class GivenTimes:
+    """Times in seconds per micro-batch that the user knows; None is unknown.
+
+    A backward pass that is not given takes twice its forward pass, if that is given.
+
+    Attributes:
+        embedding_forward: of the look-up.
+        embedding_backward: of its gradient.
+        layer_forward: of one layer.
+        layer_backward: of one layer.
+        exit_forward: of one early exit: head, unembedding and loss.
+        exit_backward: of one early exit.
+        final_forward: of the final norm, unembedding and loss.
+        final_backward: of the same.
+        transfer: of states or gradients to a neighbouring stage.
+    """
+
+    embedding_forward: float | None = None
+    embedding_backward: float | None = None
+    layer_forward: float | None = None
+    layer_backward: float | None = None
+    exit_forward: float | None = None
+    exit_backward: float | None = None
+    final_forward: float | None = None
+    final_backward: float | None = None
+    transfer: float | None = None
+
+    def over(self, name: str, known: Pass) -> Pass:
+        """What is given about a module, over what was known."""
+        forward: float | None = getattr(self, f"{name}_forward")
+        backward: float | None = getattr(self, f"{name}_backward")
+        if backward is None:
+            backward = known.backward if forward is None else BACKWARD_PER_FORWARD * forward
+        return Pass(known.forward if forward is None else forward, backward)
+
+
+@dataclass(frozen=True)
+class ModuleTimes:
+    """Of all modules.
+
+    Attributes:
+        embedding: look-up of a micro-batch.
+        layer: one layer; all are alike.
+        heads: exit layer -> its head, unembedding and loss; the final exit last.
+        transfer: seconds that states or gradients are on the way to a neighbour.
+        source: where these numbers come from, in words.
+    """
+
+    embedding: Pass
+    layer: Pass
+    heads: dict[int, Pass]
+    transfer: float
+    source: str
+
+    def with_given(self, given: GivenTimes) -> ModuleTimes:
+        """These times, but for what the user has given."""
+        if given == GivenTimes():
+            return self
+        *early, last = self.heads
+        heads = {layer: given.over("exit", self.heads[layer]) for layer in early}
+        heads[last] = given.over("final", self.heads[last])
+        return replace(
+            self,
+            embedding=given.over("embedding", self.embedding),
+            layer=given.over("layer", self.layer),
+            heads=heads,
+            transfer=self.transfer if given.transfer is None else given.transfer,
+            source=f"given, and what is not given {self.source}",
+        )
+
+
+def transfer_seconds(config: ModelConfig, shape: MicroBatchShape, bytes_per_second: float | None) -> float:
+    """Of one message between stages; 0 where the link is not known."""
+    return 0.0 if bytes_per_second is None else shape.state_bytes(config.hidden_size) / bytes_per_second
+
+
+def estimated(
+    config: ModelConfig,
+    exits: ExitConfig,
+    shape: MicroBatchShape,
+    flops_per_second: float,
+    source: str,
+    transfer: float = 0.0,
+) -> ModuleTimes:
+    """Operations over speed; the look-up in the embedding is free.
+
+    Args:
+        config: the model.
+        exits: its early exits.
+        shape: of a micro-batch.
+        flops_per_second: that the device reaches on such matrices, not its maker's peak.
+        source: see `ModuleTimes`.
+        transfer: see `ModuleTimes`.
+    """
+
+    def seconds(flops: float) -> Pass:
+        forward = flops / flops_per_second
+        return Pass(forward, BACKWARD_PER_FORWARD * forward)
+
+    heads = {
+        layer: seconds(head_cost(config, exits, layer, shape).flops) for layer in (*exits.layers, config.num_layers)
+    }
+    return ModuleTimes(Pass(0.0, 0.0), seconds(layer_cost(config, shape).flops), heads, transfer, source)
+
+
+def matrix_speed(device: torch.device, mixed: bool, size: int = 1024) -> float:
+    """Floating-point operations per second of a square matrix product, measured: the best of a few."""
+    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if mixed else torch.float32)
+    return 2.0 * size**3 / min(_timed(lambda: matrix @ matrix, device) for _ in range(5))
+
+
+def profiled(
+    config: ModelConfig,
+    exits: ExitConfig,
+    shape: MicroBatchShape,
+    device: torch.device,
+    transfer: float = 0.0,
+    repeats: int = 3,
+) -> ModuleTimes:
+    """Run one layer, the embedding and one head of each kind on a micro-batch, and take medians.
+
+    Needs memory for these modules and one micro-batch, not for the model.
+    """
+    with torch.device(device):
+        rows, size = shape.rows, config.hidden_size
+        ids = torch.randint(0, config.vocab_size, (rows, shape.time))
+        layout = Layout.build(config, ids, torch.zeros_like(ids))
+        mask = torch.rand(rows, shape.time) < shape.labelled_share
+        mask[0, 0] = True
+        labels = ids[mask]
+        states = torch.randn(rows, shape.time, size, requires_grad=True)
+        embedding, block = nn.Embedding(config.vocab_size, size), Block(config)
+        unembedding = nn.Parameter(torch.randn(config.vocab_size, size) * size**-0.5)
+        norm = RMSNorm(size, config.rms_norm_eps)
+        final = ExitReader(None, norm, unembedding)
+        early = None
+        if exits.layers:
+            head = ExitHead(config, exits)
+            own = unembedding if head.unembed is None else head.unembed.weight
+            early = ExitReader(head, norm if exits.head == "final" else None, own)
+
+    def measured(run: Callable[[], Tensor]) -> Pass:
+        return _profile(run, shape.mixed, device, repeats)
+
+    def loss(reader: ExitReader) -> Callable[[], Tensor]:
+        return lambda: exit_term(reader(states, mask, layout), labels).cross_entropy
+
+    heads = {} if early is None else dict.fromkeys(exits.layers, measured(loss(early)))
+    return ModuleTimes(
+        embedding=measured(lambda: embedding(ids)),
+        layer=measured(lambda: block(states, layout)),
+        heads={**heads, config.num_layers: measured(loss(final))},
+        transfer=transfer,
+        source=f"measured on this machine ({device.type}, {torch.get_num_threads()} threads)",
+    )
+
+
+def _profile(run: Callable[[], Tensor], mixed: bool, device: torch.device, repeats: int) -> Pass:
+    forward, backward = [], []
+    for _ in range(repeats + 1):  # the first one warms up
+        outputs: list[Tensor] = []
+        autocast = torch.autocast(device.type, torch.bfloat16) if mixed else contextlib.nullcontext()
+        with autocast:
+            forward.append(_timed(lambda: outputs.append(run()), device))  # noqa: B023 - runs at once
+        gradient = torch.ones_like(outputs[0])
+        backward.append(_timed(lambda: outputs[0].backward(gradient), device))  # noqa: B023 - runs at once
+    return Pass(statistics.median(forward[1:]), statistics.median(backward[1:]))
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

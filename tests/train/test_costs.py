@@ -1,0 +1,89 @@
+"""Costs from shapes equal what autograd keeps and what a flop counter counts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers.tiny import tiny_model
+from offramp.common.exits.config import ExitConfig
+from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.losses import exit_reader, exit_term
+from offramp.train.pipeline.costs import MicroBatchShape, head_cost, layer_cost
+
+ROWS, TIME = 2, 96
+
+
+def kept_bytes(model: MultiExitTransformer, shape: MicroBatchShape, run: Callable[[], Any], inputs: set[int]) -> int:
+    """Bytes of the distinct tensors that autograd saves, without parameters, their casts and `inputs`."""
+    weights = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape[::-1]) for p in model.parameters()}
+    known = inputs | {p.data_ptr() for p in model.parameters()}
+    seen: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known and tuple(tensor.shape) not in weights:
+            seen[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    autocast = torch.autocast("cpu", torch.bfloat16) if shape.mixed else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        keep = run()
+    assert keep is not None
+    return sum(size for size, _ in seen.values())
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_bytes_and_operations_of_a_layer(family: str, mixed: bool) -> None:
+    model = tiny_model(model_type=family, num_hidden_layers=1, intermediate_size=80).train()
+    shape = MicroBatchShape(ROWS, TIME, mixed=mixed)
+    segments = (torch.arange(TIME) >= 50).long().expand(ROWS, TIME)
+    layout = model.layout(torch.zeros(ROWS, TIME, dtype=torch.long), segments)
+    h = torch.randn(ROWS, TIME, 32, requires_grad=True)
+    tables = {layout.cos.untyped_storage().data_ptr(), layout.sin.untyped_storage().data_ptr()}
+    cost = layer_cost(model.config, shape)
+    assert kept_bytes(model, shape, lambda: model.layers[0](h, layout), tables) == pytest.approx(cost.held, rel=0.02)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.layers[0](h, layout)
+    # The counter does not know this attention kernel: two products over the causal half of T x T.
+    attention = 2 * 2 * ROWS * TIME**2 / 2 * model.config.num_heads * model.config.head_dim
+    assert cost.flops == counter.get_total_flops() + attention
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    "exits",
+    [
+        ExitConfig((2,), head="bare"),
+        ExitConfig((2,), head="final"),
+        ExitConfig((2,), head="norm"),
+        ExitConfig((2,), head="adapter"),
+        ExitConfig((2,), head="adapter", adapter_dim=8),
+        ExitConfig((2,), head="mlp", tied=False),
+        ExitConfig((2,), head="block"),
+    ],
+    ids=lambda exits: f"{exits.head}{exits.adapter_dim or ''}",
+)
+def test_bytes_and_operations_of_a_head(exits: ExitConfig, mixed: bool) -> None:
+    model = tiny_model(exits, vocab_size=500, intermediate_size=80).train()
+    shape = MicroBatchShape(ROWS, TIME, labelled_share=0.5, mixed=mixed)
+    ids = torch.zeros(ROWS, TIME, dtype=torch.long)
+    layout = model.layout(ids, (torch.arange(TIME) >= 50).long().expand(ROWS, TIME))
+    mask = (torch.arange(TIME) % 2 == 0).expand(ROWS, TIME)
+    labels = ids[mask]
+    h = torch.randn(ROWS, TIME, 32, requires_grad=True)
+    reader = exit_reader(model, 2)
+    cost = head_cost(model.config, exits, 2, shape)
+    kept = kept_bytes(model, shape, lambda: exit_term(reader(h, mask, layout), labels), set())
+    assert kept == pytest.approx(cost.held, rel=0.05)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        reader(h, mask, layout)
+    attention = 2 * ROWS * TIME**2 * 32 if exits.head == "block" else 0
+    assert cost.flops == counter.get_total_flops() + attention
