@@ -25,6 +25,7 @@ class Case:
 
     exits: tuple[int, ...] = (1, 2)
     bounds: tuple[int, ...] | None = None
+    exit_placement: Any = "next_stage"
     head: Any = "norm"
     tied_exits: bool = True
     tied_embeddings: bool = True
@@ -113,7 +114,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
     answers = []
     for num_stages, case in cases:
         model = case.model()
-        plan = plan_stages(model.config, model.exit_config, num_stages, case.bounds)
+        plan = plan_stages(model.config, model.exit_config, num_stages, case.bounds, exit_placement=case.exit_placement)
         module = StageModule(model, plan)
         config = {
             "train_micro_batch_size_per_gpu": 1,

@@ -17,6 +17,10 @@ TWO_STAGES = {
     "exits on the first stage only": Case(exits=(1, 2), bounds=(3,)),
     "exits on the last stage only": Case(exits=(2, 3), bounds=(1,)),
     "an exit at the boundary": Case(exits=(2,), bounds=(2,)),
+    "an exit at the boundary, on the earlier stage": Case(exits=(2,), bounds=(2,), exit_placement="same_stage"),
+    "untied exits around the boundary, on the earlier stage": Case(
+        exits=(1, 2, 3), bounds=(2,), exit_placement="same_stage", tied_exits=False, head="mlp"
+    ),
     "exits after every layer, shared final norm": Case(exits=(1, 2, 3), head="final"),
     "shared final norm, untied embeddings": Case(exits=(1, 3), head="final", tied_embeddings=False),
     "exit blocks": Case(head="block"),

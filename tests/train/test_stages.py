@@ -6,17 +6,18 @@ import torch
 from helpers.tiny import tiny_model
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
-from offramp.train.pipeline.stages import Stage, layer_costs, plan_stages
+from offramp.train.pipeline.stages import ExitPlacement, Stage, layer_costs, plan_stages
 
 
 @pytest.mark.parametrize("tied_embeddings", [True, False])
 @pytest.mark.parametrize("exits", [ExitConfig((1, 2)), ExitConfig((2,), head="final"), ExitConfig((1, 3), tied=False)])
-def test_stages_in_a_row_are_the_model(exits: ExitConfig, tied_embeddings: bool) -> None:
+@pytest.mark.parametrize("placement", ["next_stage", "same_stage"])
+def test_stages_in_a_row_are_the_model(placement: ExitPlacement, exits: ExitConfig, tied_embeddings: bool) -> None:
     model = tiny_model(exits, tie_word_embeddings=tied_embeddings)
     ids = torch.arange(12).view(1, 12)
     layout = model.layout(ids)
     expected = model(ids, layout)
-    plan = plan_stages(model.config, exits, 3)
+    plan = plan_stages(model.config, exits, 3, exit_placement=placement)
     x, names = ids, set()
     for index in range(3):
         stage = Stage(model, plan, index)
@@ -27,6 +28,7 @@ def test_stages_in_a_row_are_the_model(exits: ExitConfig, tied_embeddings: bool)
             assert torch.equal(h, expected.hidden_states[layer])
             everything = torch.ones(1, 12, dtype=torch.bool)
             assert torch.equal(stage.reader(layer)(h, everything, layout), expected.logits[layer][0])
+    assert sorted(layer for index in range(3) for layer in plan.exits_of(index)) == [*exits.layers, 4]
     assert names == set(model.state_dict()), "stages name parameters as the model does, and leave none out"
 
 
@@ -46,6 +48,22 @@ def test_an_exit_between_stages_belongs_to_the_later_one() -> None:
     assert (plan.exits_of(0), plan.exits_of(1)) == ((), (2, 4))
 
 
+def test_an_exit_between_stages_may_stay_with_the_earlier_one() -> None:
+    model = tiny_model(ExitConfig((2,)))
+    plan = plan_stages(model.config, model.exit_config, 2, [2], exit_placement="same_stage")
+    assert (plan.exits_of(0), plan.exits_of(1)) == ((2,), (4,))
+    with pytest.raises(OfframpError, match="exit_placement is 'middle'; choose one of next_stage, same_stage"):
+        plan_stages(model.config, model.exit_config, 2, exit_placement="middle")  # pyright: ignore[reportArgumentType]
+
+
+def test_balance_pays_for_an_exit_where_it_is_placed() -> None:
+    # Three blocks' worth of vocabulary at the exit and at the end: 4 + 3 and 4 + 3, or 5 + 3 and 3 + 3.
+    model = tiny_model(ExitConfig((4,), head="bare"), num_hidden_layers=8, vocab_size=816)
+    same = plan_stages(model.config, model.exit_config, 2, exit_placement="same_stage")
+    following = plan_stages(model.config, model.exit_config, 2)
+    assert (same.bounds, following.bounds) == ((0, 4, 8), (0, 5, 8))
+
+
 def test_balance_counts_heads_and_vocabulary() -> None:
     # A vocabulary that costs as much as four blocks, read by the last stage.
     model = tiny_model(num_hidden_layers=8, vocab_size=1088)
@@ -54,7 +72,6 @@ def test_balance_counts_heads_and_vocabulary() -> None:
     assert plan_stages(model.config, model.exit_config, 2).bounds == (0, 6, 8)
     assert plan_stages(model.config, model.exit_config, 2, labelled_share=0.0).bounds == (0, 4, 8)
     assert plan_stages(model.config, model.exit_config, 1).bounds == (0, 8)
-    assert "stage 1: layers 7-8, exits 8" in plan_stages(model.config, model.exit_config, 2).describe()
 
 
 @pytest.mark.parametrize("bounds", [[0], [4], [1, 2], [3, 2]])

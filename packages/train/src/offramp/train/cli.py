@@ -254,6 +254,9 @@ class _UnbuiltCLI(RecipeCLI):
     def instantiate_classes(self) -> None:
         """Leave it at the configuration."""
 
+    def _set_seed(self) -> None:
+        """Nothing is drawn."""
+
 
 def read_configuration(
     files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()

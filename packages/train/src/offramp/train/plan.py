@@ -250,7 +250,7 @@ def describe(planned: Planned) -> str:
     """The plan in words."""
     estimator, shape = planned.estimator, planned.estimator.shape
     world = estimator.replicas * estimator.plan.num_stages
-    step = next(v for v in planned.variants if v.note == "what fit runs" or len(planned.variants) == 2)
+    step = next(variant for variant in planned.variants if variant.runs)
     tokens = estimator.micro_batches * shape.tokens * estimator.replicas
     lines = [
         f"{world} processes: {estimator.plan.num_stages} stages x {estimator.replicas} replicas; a step is "

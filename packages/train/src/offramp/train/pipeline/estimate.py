@@ -218,6 +218,7 @@ class Variant:
         name: in words.
         timeline: of it.
         bound: see `time_bound`; None for schedules that it does not speak of.
+        runs: whether this is how `offramp fit` does it; the others are simulated only.
         note: what else there is to know.
         filling: if bubbles are filled.
     """
@@ -225,6 +226,7 @@ class Variant:
     name: str
     timeline: Timeline
     bound: float | None
+    runs: bool = False
     note: str = ""
     filling: Filling | None = None
 
@@ -238,11 +240,11 @@ def compare(estimator: Estimator, warmup: int | None = None, cooldown: int | Non
         cooldown: see `fill_bubbles`.
     """
 
-    def variant(name: str, of: Estimator, works: list[StageWork], note: str = "") -> Variant:
-        return Variant(name, of.run(works), of.bound(works), note)
+    def variant(name: str, of: Estimator, works: list[StageWork], runs: bool = False) -> Variant:
+        return Variant(name, of.run(works), of.bound(works), runs)
 
     plan, chosen = estimator.plan, estimator.plan.exit_placement
-    plain = variant("no early exits", estimator, estimator.works(early_exits=False))
+    plain = variant("no early exits", estimator, estimator.works(early_exits=False), not plan.exits.layers)
     if not plan.exits.layers:
         return [plain, variant("activation checkpointing", estimator, estimator.works(checkpointing=True))]
     variants = [plain]
@@ -254,18 +256,18 @@ def compare(estimator: Estimator, warmup: int | None = None, cooldown: int | Non
     else:
         variants.append(variant("exits, computed in the forward pass", estimator, estimator.works(deferred=False)))
     works = estimator.works()
-    variants.append(variant("exits, deferred to the backward pass", estimator, works, "what fit runs"))
+    variants.append(variant("exits, deferred to the backward pass", estimator, works, True))
     again = estimator.works(checkpointing=True)
     variants.append(variant("deferred, activation checkpointing", estimator, again))
     if plan.num_stages > 1:
         shared = [name for name in plan.shared if _parameter_is_trained(estimator.model, name)]
         if shared:
             note = f"not with parameters that stages share ({', '.join(shared)})"
-            variants.append(Variant("deferred, bubbles filled", estimator.run(works), None, note))
+            variants.append(Variant("deferred, bubbles filled", estimator.run(works), None, note=note))
         else:
             filling = fill_bubbles(estimator, works, warmup, cooldown)
             note = f"{filling.warmup} + {filling.cooldown} more micro-batches of at most {filling.capacity} each"
-            variants.append(Variant("deferred, bubbles filled", filling.timeline, None, note, filling))
+            variants.append(Variant("deferred, bubbles filled", filling.timeline, None, note=note, filling=filling))
     return variants
 
 

@@ -73,7 +73,7 @@ def comparison_table(variants: Sequence[Variant]) -> str:
             f"{100 * variant.timeline.bubble_share:.1f}%",
             " ".join(f"{peak.bytes / GIB:.2f}" for peak in variant.timeline.peaks),
             " ".join(str(peak.logits) for peak in variant.timeline.peaks),
-            variant.note,
+            "what fit runs" if variant.runs else variant.note,
         ]
         for variant in variants
     ]
@@ -86,6 +86,7 @@ def variant_records(variants: Sequence[Variant]) -> list[dict[str, Any]]:
     return [
         {
             "name": variant.name,
+            "runs": variant.runs,
             "step_s": variant.timeline.seconds,
             "bound_s": variant.bound,
             "bubble_share": variant.timeline.bubble_share,
