@@ -227,7 +227,7 @@ class RecipeCLI(LightningCLI):
 
     def resolved(self) -> dict[str, Any]:
         """The configuration with all defaults, as plain containers; a recipe that repeats this run."""
-        return cast("dict[str, Any]", yaml.safe_load(self.parser.dump(self.config, skip_none=False)))
+        return cast("dict[str, Any]", yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
 
 
 def build(arguments: RecipeArguments) -> RecipeCLI:
