@@ -161,7 +161,9 @@ def test_filled_bubbles_make_no_step_of_equal_stages_longer(stages: int, count: 
     assert early == tuple(max(capacity - s, 0) for s in range(stages)), "the paper: i goes through K + 1 - i stages"
     for index in range(1, capacity + 1):
         reached = int(stages - index * (1.0 / ratio + 1.0) + 1e-9)
-        assert sum(n >= index for n in late) == max(reached, 0), "the paper: i comes back through P - i (f/b + 1) stages"
+        assert sum(n >= index for n in late) == max(reached, 0), (
+            "the paper: i comes back through P - i (f/b + 1) stages"
+        )
     # A full warm-up has all in flight before anything comes back, which takes as many micro-batches as stages.
     count = max(count, stages)
     plain = simulate(one_f_one_b(stages, count), works)

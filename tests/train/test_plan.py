@@ -76,8 +76,12 @@ def test_every_recipe_loads_and_plans(path: Path, monkeypatch: pytest.MonkeyPatc
         assert variant.bound is None or variant.timeline.seconds <= variant.bound * (1 + 1e-9)
     # The model is what its name says.
     totals = {
-        "1.3b": 1.35e9, "7b": 6.7e9 + 0.26e9, "30b": 32.5e9 + 0.43e9, "tune_llama-3-8b": 12.97e9, "tune_qwen3-8b": 10.5e9
-    }  # fmt: skip
+        "1.3b": 1.35e9,
+        "7b": 6.7e9 + 0.26e9,
+        "30b": 32.5e9 + 0.43e9,
+        "tune_llama-3-8b": 12.97e9,
+        "tune_qwen3-8b": 10.5e9,
+    }
     if path.stem in totals:
         parameters = sum(p.numel() for p in planned.estimator.model.parameters())
         assert parameters == pytest.approx(totals[path.stem], rel=0.1)
@@ -105,7 +109,7 @@ def test_what_fit_would_refuse_is_refused(tmp_path: Path, model: Path) -> None:
             refuse()
     with pytest.raises(OfframpError, match=r"unknown configuration key 'model.curriculum'"):
         plan_recipe([write(tmp_path, model, module={"curriculum": "rotational"})], [TFLOPS])
-    with pytest.raises(OfframpError, match="6 processes .* cannot form pipelines of 4 stages"):
+    with pytest.raises(OfframpError, match=r"6 processes .* cannot form pipelines of 4 stages"):
         plan_recipe([write(tmp_path, model)], [TFLOPS, ("trainer.devices", "6")])
     with pytest.raises(OfframpError, match="a batch of 16 rows cannot be cut into 32 micro-batches"):
         plan_recipe([write(tmp_path, model, {"micro_batches": 32})], [TFLOPS])
@@ -131,7 +135,12 @@ def test_faults_of_the_section_plan(recipe: Path, key: str, value: str, message:
 
 
 def test_given_times_are_used(recipe: Path) -> None:
-    given = [TFLOPS, ("plan.time.layer_forward", "2"), ("plan.time.exit_forward", "0"), ("plan.time.final_forward", "0")]
+    given = [
+        TFLOPS,
+        ("plan.time.layer_forward", "2"),
+        ("plan.time.exit_forward", "0"),
+        ("plan.time.final_forward", "0"),
+    ]
     planned = plan_recipe([recipe], given)
     times = steps(planned)
     # Four stages of one layer each, 2 s forward and 4 s back; (M + S - 1) (f + b).

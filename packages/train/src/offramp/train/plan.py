@@ -222,8 +222,8 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
     pipe, parts = strategy["pipe"], strategy["micro_batches"]
     if data["batch_size"] < parts:
         raise OfframpError(
-            f"a batch of {data['batch_size']} rows cannot be cut into {parts} micro-batches; enlarge data.batch_size or "
-            "lower micro_batches."
+            f"a batch of {data['batch_size']} rows cannot be cut into {parts} micro-batches; enlarge data.batch_size "
+            "or lower micro_batches."
         )
     if data["batch_size"] % parts:
         notes.append(f"{data['batch_size']} rows in {parts} micro-batches: the larger ones are planned.")
@@ -274,7 +274,9 @@ def _draw(planned: Planned, path: Path) -> None:
     caption = f"{estimator.micro_batches} micro-batches"
     variants = planned.variants
     if shown < estimator.micro_batches:
-        caption = f"the first {shown} of {estimator.micro_batches} micro-batches, and the end of the step as if they were all"
+        caption = (
+            f"the first {shown} of {estimator.micro_batches} micro-batches, and the end of the step as if they were all"
+        )
         few = Estimator(
             estimator.plan, estimator.model, estimator.shape, estimator.times, shown, estimator.replicas,
             estimator.zero_stage,
@@ -317,7 +319,7 @@ def _replicas(trainer: Mapping[str, Any], pipe: int, notes: list[str]) -> int:
     if not str(devices).isdigit():
         notes.append(f"trainer.devices is {devices}: one replica is planned.")
         return 1
-    processes = int(devices) * nodes
+    processes = int(str(devices)) * nodes
     if processes % pipe:
         raise OfframpError(
             f"{processes} processes (trainer.devices x num_nodes) cannot form pipelines of {pipe} stages; set "

@@ -5,8 +5,8 @@ a later file or an override changes would then not reach the places that refer t
 the parser that knows the classes.
 
 Within `model:` and `data:` the arguments may be written without `init_args:`, and `class_path:` may be left out where
-the command has a default. `vars:` holds values that exist to be referred to (`${vars.lr}`), and `plan:` what only `offramp plan`
-reads.
+the command has a default. `vars:` holds values that exist to be referred to (`${vars.lr}`), and `plan:` what
+only `offramp plan` reads.
 """
 
 from __future__ import annotations

@@ -94,9 +94,7 @@ class Estimator:
             deferred: exits are computed in the backward pass.
             checkpointing: layers keep their input only, and are computed again in the backward pass.
         """
-        return [
-            self._work(index, early_exits, deferred, checkpointing) for index in range(self.plan.num_stages)
-        ]
+        return [self._work(index, early_exits, deferred, checkpointing) for index in range(self.plan.num_stages)]
 
     def _work(self, index: int, early_exits: bool, deferred: bool, checkpointing: bool) -> StageWork:
         plan, shape, times = self.plan, self.shape, self.times

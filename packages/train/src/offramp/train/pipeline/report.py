@@ -118,8 +118,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = []
     for row in (head, *rows):
-        cells = [cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in
-                 enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         if not head[-1]:
             cells[-1] = row[-1]
         lines.append("  ".join(cells).rstrip())

@@ -1,8 +1,9 @@
 """The order of operations of 1F1B pipeline training, with partial micro-batches in its bubbles. No tensors in here.
 
-Each stage runs forward passes until as many micro-batches are in flight as there are stages from it to the last one, then
-one backward and one forward pass in turn (Narayanan et al., 2021). Two parts of the idle time can be filled (EE-LLM,
-appendix C.2), with r the time of a backward pass over that of a forward pass and K = floor((S - 1) r / (1 + r)):
+Each stage runs forward passes until as many micro-batches are in flight as there are stages from it to the last one,
+then one backward and one forward pass in turn (Narayanan et al., 2021). Two parts of the idle time can be filled
+(EE-LLM, appendix C.2), with r the time of a backward pass over that of a forward pass and
+K = floor((S - 1) r / (1 + r)):
 
 - *warm-up*: up to K more micro-batches run forward through the first stages only, just before the first backward pass,
   and back-propagate the losses of the exits they meet;

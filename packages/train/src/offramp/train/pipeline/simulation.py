@@ -140,9 +140,7 @@ def simulate(schedule: Schedule, works: Sequence[StageWork], transfer: float = 0
         if waiting and not moved:
             raise ValueError("the schedule waits for itself")
     busy = tuple(sum(end - start for start, end in stage) for stage in spans)
-    peaks = tuple(
-        _peak(operations, work) for operations, work in zip(schedule.operations, works, strict=True)
-    )
+    peaks = tuple(_peak(operations, work) for operations, work in zip(schedule.operations, works, strict=True))
     return Timeline(schedule, tuple(tuple(stage) for stage in spans), busy, peaks)
 
 

@@ -25,7 +25,6 @@ from offramp.common.model.exit_head import ExitHead
 from offramp.common.model.transformer import MultiExitTransformer, run_layer
 from offramp.train.losses import ExitReader
 
-
 ExitPlacement = Literal["next_stage", "same_stage"]
 """Where an exit between two stages is computed: at the start of the later one, or at the end of the earlier one."""
 

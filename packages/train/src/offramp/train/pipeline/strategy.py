@@ -111,7 +111,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             process_group_backend=process_group_backend,
         )
         self.pipe, self.micro_batches, self.zero_stage = pipe, micro_batches, zero_stage
-        self.stage_bounds, self.exit_placement, self.labelled_share = stage_bounds, exit_placement, labelled_share
+        self.stage_bounds, self.labelled_share = stage_bounds, labelled_share
+        self.exit_placement: ExitPlacement = exit_placement
         self._engine: EarlyExitPipelineEngine | None = None
 
     # ---- processes
@@ -162,9 +163,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     def build_stages(self, model: MultiExitTransformer) -> StageModule:
         """This rank's stage of a model; called by `MultiExitModule.configure_model`."""
         config, exits = model.config, model.exit_config
-        plan = plan_stages(
-            config, exits, self.pipe, self.stage_bounds, self.labelled_share, exit_placement=self.exit_placement
-        )
+        plan = plan_stages(config, exits, self.pipe, self.stage_bounds, self.labelled_share, self.exit_placement)
         if self.is_global_zero:
             rank_zero_info(self._describe(plan, model))
         return StageModule(model, plan)
@@ -178,9 +177,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         shape = MicroBatchShape(rows, time, self.labelled_share, mixed)
         speed = matrix_speed(self.root_device, mixed)
         times = estimated(plan.config, plan.exits, shape, speed, "")
-        estimator = Estimator(
-            plan, model, shape, times, self.micro_batches, self.data_parallel_size, self.zero_stage
-        )
+        estimator = Estimator(plan, model, shape, times, self.micro_batches, self.data_parallel_size, self.zero_stage)
         return (
             f"stage plan for {self.micro_batches} micro-batches of {rows} x {time} tokens, estimated at "
             f"{speed / 1e12:.3g} TFLOP/s:\n{stage_table(estimator)}"

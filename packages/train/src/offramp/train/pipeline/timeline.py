@@ -43,7 +43,9 @@ def draw(path: Path, timelines: Sequence[tuple[str, Timeline]], caption: str) ->
                 if end - start > longest / 90:
                     text = str(operation.micro_batch)
                     axis.text(500 * (start + end), stage, text, ha="center", va="center", fontsize=7)
-        axis.set_title(f"{title}: {1e3 * timeline.seconds:,.4g} ms, {100 * timeline.bubble_share:.1f}% bubble", loc="left")
+        axis.set_title(
+            f"{title}: {1e3 * timeline.seconds:,.4g} ms, {100 * timeline.bubble_share:.1f}% bubble", loc="left"
+        )
         axis.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
         axis.set_ylim(stages - 0.5, -0.5)
         axis.spines[["top", "right"]].set_visible(False)
