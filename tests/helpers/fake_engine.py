@@ -22,6 +22,8 @@ class FakeEngine:
         most_live: Most requests held at once.
         on_step: Called at the start of each step; may raise.
         refuse: Ids that `add_request` refuses.
+        fail: Ids of requests that fail in their first iteration -> why.
+        on_prepare: Called by `prepare`; may raise.
     """
 
     def __init__(self, delay_s: float = 0.0, on_step: Callable[[], object] = lambda: None) -> None:
@@ -31,12 +33,17 @@ class FakeEngine:
         self.most_live = 0
         self.on_step = on_step
         self.refuse: set[str] = set()
+        self.fail: dict[str, str] = {}
+        self.on_prepare: Callable[[Request], object] = lambda request: None
         self._delay_s = delay_s
         self._live: dict[str, Request] = {}
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._live)
+
+    def prepare(self, request: Request) -> None:
+        self.on_prepare(request)
 
     def add_request(self, request: Request) -> None:
         if request.request_id in self.refuse:
@@ -67,7 +74,10 @@ class FakeEngine:
                 if sampling.logprobs is not None:
                     logprob = -1.0 - 2 * sampling.sequence % 3
                     request.logprobs.append(self._logprobs(token, logprob, sampling.logprobs))
-            if len(request.output_token_ids) == sampling.max_tokens:
+            if request.request_id in self.fail:
+                request.status, request.error = RequestStatus.FAILED, self.fail[request.request_id]
+                del self._live[request.request_id]
+            elif len(request.output_token_ids) == sampling.max_tokens:
                 request.status = RequestStatus.FINISHED_LENGTH
                 del self._live[request.request_id]
             outputs.append(RequestOutput.of(request, token, text))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from typing import Any
 
 import llguidance.hf
@@ -286,6 +287,7 @@ def test_a_language_that_becomes_too_large_in_taking_a_token_is_not_let_go() -> 
     [
         (regex("["), "the regex cannot be followed: unclosed character class."),
         (regex("a(?=b)"), "look-around"),
+        (regex(r"a[^\s\S]"), "the regex cannot be followed: it leaves no text that could be said."),
         (Constraint("json_schema", "{"), "json schema cannot be"),
         (Constraint("json_schema", "[]"), "a JSON schema is an object"),
         (Constraint("json_schema", "true"), "a JSON schema is an object"),
@@ -311,13 +313,50 @@ def test_a_constraint_needs_a_tokenizer_and_an_end() -> None:
     assert Constraints(None, 300).start(make_request()) is None
 
 
-def test_a_language_is_compiled_once() -> None:
+def test_a_language_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Constraint] = []
+    compile_one = Constraints._compile
+    monkeypatch.setattr(
+        Constraints, "_compile", lambda self, constraint: compiled.append(constraint) or compile_one(self, constraint)
+    )
     constraints = Constraints(TOKENIZERS["byte_level"], len(TOKENIZERS["byte_level"]))
     request = make_request(eos=(0,), constraint=regex("a+"))
+    constraints.prepare(request)
     one, other = constraints.start(request), constraints.start(request)
     assert one is not None
     assert other is not None
     (a,) = ids_of(TOKENIZERS["byte_level"], "a")
     one.add(a)
     assert set(np.flatnonzero(other.allowed())) == {a}  # each goes its own way
-    assert constraints._compile.cache_info().misses == 1  # pyright: ignore[reportFunctionMemberAccess]
+    bad = make_request(eos=(0,), constraint=regex("(a"))
+    for ask in (constraints.prepare, constraints.start):
+        with pytest.raises(OfframpError, match="unclosed group"):
+            ask(bad)
+    assert compiled == [regex("a+"), regex("(a")]
+
+
+def test_what_was_prepared_is_there_at_the_start_whatever_is_compiled_in_between() -> None:
+    constraints = Constraints(TOKENIZERS["byte_level"], len(TOKENIZERS["byte_level"]))
+    request = make_request(eos=(0,), constraint=regex("a+"))
+    constraints.prepare(request)
+    for number in range(20):
+        constraints.prepare(make_request(eos=(0,), constraint=regex(f"b{{{number + 1}}}")))
+    busy, go_on = threading.Event(), threading.Event()
+
+    def slow(constraint: Constraint) -> None:
+        busy.set()
+        go_on.wait(5)
+        raise OfframpError("too slow")
+
+    constraints._compile = slow  # pyright: ignore[reportAttributeAccessIssue]
+
+    def prepare_another() -> None:
+        with pytest.raises(OfframpError, match="too slow"):
+            constraints.prepare(make_request(eos=(0,), constraint=regex("c")))
+
+    other = threading.Thread(target=prepare_another)
+    other.start()
+    assert busy.wait(5)
+    assert constraints.start(request) is not None  # does not wait, and compiles nothing
+    go_on.set()
+    other.join()

@@ -213,6 +213,14 @@ def test_a_cache_sized_in_bytes_is_no_larger_than_can_be_used() -> None:
     assert engine.cache_tokens == 2 * 128
 
 
+def test_memory_that_was_asked_for_is_used_beyond_what_the_seats_need() -> None:
+    config = EngineConfig(max_num_seqs=2, max_tokens_per_iteration=8, kv_cache_bytes=1 << 20)
+    engine = Engine(Checkpoint(tiny_model(EXITS), {}), config)
+    block_bytes = (1 << 20) // (engine.cache_tokens // config.block_size)
+    assert engine.cache_tokens > 2 * engine.max_model_len
+    assert (1 << 20) - block_bytes < engine.num_free_blocks * block_bytes <= 1 << 20
+
+
 @pytest.mark.parametrize("head", ["norm", "block"])
 def test_from_checkpoint_serves_text(tmp_path: Path, head: str) -> None:
     policy = ExitPolicy("margin", {1: 0.3, 2: 0.3})

@@ -133,16 +133,18 @@ def test_judged_answers_of_greedy_requests_are_those_of_the_full_model() -> None
 
 
 @pytest.mark.parametrize(
-    ("sampling", "words"),
+    ("sampling", "early", "words"),
     [
-        ({"logit_bias": ((VOCAB_SIZE, 1.0),)}, f"logit_bias names token {VOCAB_SIZE}, outside the vocabulary"),
-        ({"constraint": Constraint("regex", "(")}, "the regex cannot be followed: unclosed group."),
+        ({"logit_bias": ((VOCAB_SIZE, 1.0),)}, "check", f"logit_bias names token {VOCAB_SIZE}, outside the vocabulary"),
+        ({"constraint": Constraint("regex", "(")}, "prepare", "the regex cannot be followed: unclosed group."),
     ],
 )
-def test_settings_that_this_model_cannot_follow_are_refused_and_leave_nothing(sampling: Any, words: str) -> None:
+def test_settings_that_this_model_cannot_follow_are_refused_and_leave_nothing(
+    sampling: Any, early: str, words: str
+) -> None:
     engine = make_engine()
     request = Request("a", (5,), SamplingParams(**sampling), eos_token_ids=frozenset({EOS_ID}))
-    for ask in (engine.check, engine.add_request):
+    for ask in (getattr(engine, early), engine.add_request):
         with pytest.raises(OfframpError, match=re.escape(words)):
             ask(request)
     assert not engine.has_unfinished

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from helpers.fake_engine import FakeEngine
+from offramp.common.errors import OfframpError
 from offramp.serve.engine_thread import EngineStoppedError, EngineThread, OrphanedError
+from offramp.serve.request.constraint import Constraint
 from offramp.serve.request.output import RequestOutput
 from offramp.serve.request.request import Request
 from offramp.serve.request.sampling_params import SamplingParams
@@ -36,8 +38,8 @@ class Recorder:
         return "".join(output.text for output in self.outputs)
 
 
-def request(name: str, max_tokens: int = 4) -> Request:
-    return Request(name, (1, 2), SamplingParams(max_tokens=max_tokens))
+def request(name: str, max_tokens: int = 4, constraint: Constraint | None = None) -> Request:
+    return Request(name, (1, 2), SamplingParams(max_tokens=max_tokens, constraint=constraint))
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
@@ -203,3 +205,49 @@ def test_an_observer_that_fails_does_not_stop_the_loop(engine: FakeEngine) -> No
     assert sink.text == " 0 1 2 3"
     eventually(lambda: len(seen) >= 4)
     thread.close()
+
+
+def test_what_takes_long_before_a_request_starts_holds_nobody_up(engine: FakeEngine, thread: EngineThread) -> None:
+    busy, go_on = threading.Event(), threading.Event()
+
+    def prepare(slow: Request) -> None:
+        busy.set()
+        assert go_on.wait(5)
+
+    engine.on_prepare = prepare
+    slow, gone, other = Recorder(), Recorder(), Recorder()
+    thread.submit(request("slow", constraint=Constraint("json")), slow)
+    thread.submit(request("gone", constraint=Constraint("json")), gone)
+    assert busy.wait(5)
+    thread.submit(request("other", 20), other)  # nor does this call wait
+    assert other.over.wait(5)
+    assert len(other.outputs) == 20
+    assert engine.seen == ["other"]
+    assert thread.is_new(["slow"])
+    assert thread.is_unprepared(["slow"])
+    assert thread.num_waiting == 2
+    assert thread.cancel("gone")
+    go_on.set()
+    assert slow.over.wait(5)
+    assert slow.text == " 0 1 2 3"
+    eventually(lambda: not thread.is_new(["slow"]))
+    assert engine.seen == ["other", "slow"]
+    assert not gone.outputs
+    assert not gone.failures
+
+
+def test_a_request_that_cannot_be_prepared_fails_alone(engine: FakeEngine, thread: EngineThread) -> None:
+    def prepare(bad: Request) -> None:
+        if bad.request_id == "bad":
+            raise OfframpError("no such language.")
+
+    engine.on_prepare = prepare
+    bad, good = Recorder(), Recorder()
+    thread.submit(request("bad", constraint=Constraint("json")), bad)
+    thread.submit(request("good", constraint=Constraint("json")), good)
+    assert bad.over.wait(5)
+    assert good.over.wait(5)
+    assert [str(cause) for _, cause in bad.failures] == ["no such language."]
+    assert good.text == " 0 1 2 3"
+    assert not thread.is_new(["bad", "good"])
+    assert not thread.is_unprepared(["bad", "good"])

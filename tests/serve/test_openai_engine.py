@@ -61,7 +61,7 @@ def ask(service: OpenAIService, path: str = COMPLETIONS, **fields: Any) -> Any:
         body += piece
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    assert not reply.failed, body
+    assert reply.error is None, body
     if reply.stream:
         return [json.loads(line.removeprefix("data: ")) for line in body.decode().split("\n\n")[:-2]]
     return json.loads(body)
@@ -177,11 +177,6 @@ def test_the_answer_is_in_the_language_that_was_asked_for(service: OpenAIService
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "colour"}}}},
-            "response_format",
-        ),
         ({"offramp": {"kv_policy": "recompute", "max_pending": 40}, "max_tokens": 100}, "offramp.max_pending"),
         ({"max_tokens": 100, "n": 2, "prompt": [5] * 200}, "prompt"),
     ],
@@ -190,6 +185,29 @@ def test_what_the_engine_can_never_do_is_400_at_once(
     service: OpenAIService, fields: dict[str, Any], param: str
 ) -> None:
     assert refusal(service, **fields)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "colour"}}}},
+            "response_format",
+        ),
+    ],
+)
+def test_a_language_that_cannot_be_compiled_is_400_as_soon_as_that_is_known(
+    service: OpenAIService, fields: dict[str, Any], param: str
+) -> None:
+    reply = service.open(COMPLETIONS, json.dumps({"model": "m", "prompt": "one", **fields}).encode(), "compiled")
+    assert isinstance(reply, Generation)
+    deadline = time.monotonic() + 20
+    while not reply.take(1000)[1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert reply.error is not None
+    assert (reply.error.status, reply.error.param) == (400, param)
 
 
 def test_kv_policies_keep_what_they_promise(service: OpenAIService) -> None:

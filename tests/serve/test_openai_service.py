@@ -428,6 +428,23 @@ def test_malformed_bodies_are_400(service: OpenAIService, payload: bytes) -> Non
     refusal(service.open(COMPLETIONS, payload, "1"), 400)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b'"max_tokens":' + b"1" * 5000,
+        b'"temperature":' + b"1" * 5000,
+        b'"logit_bias":{"' + b"1" * 5000 + b'":1}',
+        b'"offramp":{"thresholds":{"' + b"1" * 5000 + b'":1}}',
+        b'"seed":-' + b"1" * 51,
+        b'"seed":' + b"1" * 50,
+    ],
+)
+def test_numbers_of_thousands_of_digits_are_400_in_few_words(service: OpenAIService, fields: bytes) -> None:
+    error = refusal(service.open(COMPLETIONS, b'{"model":"m","prompt":[4],' + fields + b"}", "1"), 400)
+    assert len(error["message"]) < 300
+    assert "sys." not in error["message"]
+
+
 def test_a_prompt_longer_than_the_context_names_both_lengths(service: OpenAIService) -> None:
     error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 101), "1"), 400)
     assert error["code"] == "context_length_exceeded"
@@ -435,6 +452,8 @@ def test_a_prompt_longer_than_the_context_names_both_lengths(service: OpenAIServ
     assert "101 tokens" in error["message"]
     error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 10, max_tokens=91), "1"), 400)
     assert "101 together" in error["message"]
+    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 100), "1"), 400)
+    assert "100 tokens, which leaves none for an answer" in error["message"]
     assert refusal(service.open(CHAT, chat_body("x" * 500), "1"), 400)["param"] == "messages"
 
 
@@ -490,7 +509,7 @@ def test_when_the_engine_has_died_requests_fail_with_the_cause(
     engine.on_step = explode
     assert "out of blocks" in events(stream)[-1]["error"]["message"]
     assert isinstance(stream, Generation)
-    assert stream.failed
+    assert stream.error is not None
     assert "out of blocks" in refusal(service.open(COMPLETIONS, body(prompt=[4]), "2"), 503)["message"]
     assert "out of blocks" in refusal(service.open("health", b"", "3"), 503)["message"]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 
@@ -8,9 +9,11 @@ import pytest
 
 from helpers.fake_engine import FakeEngine
 from helpers.tiny import tiny_tokenizer
+from offramp.common.errors import OfframpError
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.service import OpenAIService
+from offramp.serve.request.request import Request
 from offramp.serve.torchserve.jobs import Job, Jobs, Piece
 from offramp.serve.torchserve.settings import HandlerSettings
 
@@ -209,3 +212,56 @@ def test_when_the_engine_dies_streams_hear_why_and_whole_answers_stay_open(front
     front.call()
     assert front.pieces["late"][0].status == 503
     assert b"on fire" in front.pieces["late"][0].body
+
+
+def test_a_fault_at_admission_has_a_status_of_its_own(front: Front, engine: FakeEngine) -> None:
+    front.send("s", max_tokens=50, stream=True)
+    front.call()
+    engine.refuse = {"cmpl-bad-0", "cmpl-odd-0"}
+    front.send("bad", stream=True)
+    front.send("odd")
+    front.call()
+    assert [[piece.status for piece in front.pieces[name]] for name in ("bad", "odd")] == [[500], [500]]
+    assert front.pieces["bad"][0].content_type == "application/json"
+    assert b"refused on purpose" in front.pieces["bad"][0].body
+    front.run("s")
+    assert front.text("s").count("data: ") == 51
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_in_the_first_iteration_has_a_status_of_its_own(front: Front, engine: FakeEngine, stream: bool) -> None:
+    engine.on_step = lambda: time.sleep(0.05)  # longer than a call waits for other news
+    engine.fail = {"cmpl-bad-0": "its logits are not finite."}
+    front.send("s", max_tokens=3, stream=True)
+    front.send("bad", max_tokens=3, stream=stream)
+    front.run("s", "bad")
+    assert [piece.status for piece in front.pieces["bad"]] == [500]
+    assert json.loads(front.text("bad"))["error"]["message"].endswith("its logits are not finite.")
+    assert front.text("s").count("data: ") == 4
+
+
+def test_a_grammar_that_cannot_be_compiled_is_400_and_a_slow_one_holds_nobody_up(
+    front: Front, engine: FakeEngine, jobs: Jobs
+) -> None:
+    go_on = threading.Event()
+
+    def prepare(request: Request) -> None:
+        if "slow" in request.request_id:
+            assert go_on.wait(5)
+        raise OfframpError("the regex cannot be followed: unclosed group.")
+
+    engine.on_prepare = prepare
+    asked = {"structured_outputs": {"regex": "("}}
+    front.send("s", max_tokens=100, stream=True)
+    front.send("bad", **asked)
+    front.call()
+    (refusal,) = front.pieces["bad"]
+    assert refusal.status == 400
+    assert json.loads(refusal.body)["error"]["param"] == "structured_outputs"
+    front.send("slow", **asked)
+    front.run("s")
+    assert front.text("s").count("data: ") == 101
+    assert not front.text("slow")
+    go_on.set()
+    front.run("slow")
+    assert "unclosed group" in front.text("slow")

@@ -32,7 +32,9 @@ class EngineConfig:
     Attributes:
         block_size: tokens per block of the KV cache.
         num_blocks: blocks in the KV cache. Give this or `kv_cache_bytes`, not both.
-        kv_cache_bytes: bytes for the keys and values of all layers; None, with `num_blocks` None, is 1 GiB.
+        kv_cache_bytes: bytes for the keys and values of all layers, taken as given: what the requests that run leave of
+            it keeps beginnings for later ones (`prefix_caching`). None, with `num_blocks` None, is 1 GiB, or less
+            where all of `max_num_seqs` at full length need less.
         max_num_seqs: most requests (sequences) in one iteration.
         max_tokens_per_iteration: token budget: most rows, of prompts and generated tokens together, in one iteration.
             At least `max_num_seqs`, so that every running request can advance in every iteration. A longer prompt is

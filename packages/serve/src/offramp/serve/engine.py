@@ -225,7 +225,10 @@ class Engine:
         return self._executor.stats
 
     def check(self, request: Request) -> None:
-        """Raise `OfframpError` if this engine can never run a request. Any thread may call it, at any time."""
+        """Raise `OfframpError` if this engine can never run a request, as far as can be told at once.
+
+        Whether a constraint can be compiled is left to `prepare`. Any thread may call both, at any time.
+        """
         size = self.checkpoint.config.vocab_size
         if wrong := [token for token in request.prompt_token_ids if not 0 <= token < size]:
             raise OfframpError(f"the prompt holds token {wrong[0]}, outside the vocabulary of {size}.")
@@ -235,7 +238,7 @@ class Engine:
                 f"stop_token_ids name every token of the vocabulary of {size}, so none can be among the min_tokens "
                 f"{request.sampling.min_tokens} before an end; leave one of them out."
             )
-        self._constraints.start(request)
+        self._constraints.check(request)
         if self._tokenizer is None and request.sampling.stop:
             raise OfframpError("stop strings need a tokenizer, and this engine has none; give stop_token_ids.")
         self._scheduler.check(request)
@@ -245,6 +248,14 @@ class Engine:
         policy = exit_policy(request.exits, self.checkpoint.policy)
         if policy is not None:
             policy.check(exits, size)
+
+    def prepare(self, request: Request) -> None:
+        """Do beforehand what may take seconds of `add_request`: compile the request's constraint.
+
+        Raises:
+            OfframpError: it cannot be compiled.
+        """
+        self._constraints.prepare(request)
 
     def add_request(self, request: Request) -> None:
         """Take a request in.
@@ -392,7 +403,7 @@ class Engine:
             model.num_cache_layers, config.block_size, shape.num_kv_heads, shape.head_dim, dtype
         )
         num_blocks = config.cache_blocks(size)
-        if config.num_blocks is not None:
+        if config.num_blocks is not None or config.kv_cache_bytes is not None:
             return num_blocks
-        # More than all seats at full length can never be used.
+        # Nobody asked for so much, and all seats at full length need no more.
         return min(num_blocks, config.max_num_seqs * -(-self.max_model_len // config.block_size))

@@ -1,8 +1,9 @@
 """A background loop around an engine: requests in from any thread, outputs out to sinks.
 
 The engine iterates at its own pace in one thread, so nothing that happens in a web server can hold an iteration up, and
-the engine needs no locks. A request's sink is called in that thread, in order, and never again after it was told that
-the request is over.
+the engine needs no locks. What takes long before a request can start (compiling the language of its answer) is done in
+a second thread, one request after the other: so neither iterations nor the caller of `submit` wait for it. A sink is
+called in one of the two threads, in order, and never again after it was told that its request is over.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -22,11 +24,15 @@ log = logging.getLogger(__name__)
 
 
 class SteppingEngine(Protocol):
-    """What the loop needs of an engine; all of it is called in the loop's thread only."""
+    """What the loop needs of an engine; all of it but `prepare` is called in the loop's thread only."""
 
     @property
     def has_unfinished(self) -> bool:
         """Whether another step has anything to do."""
+        ...
+
+    def prepare(self, request: Request) -> None:
+        """Does what may take long before `add_request`, beside the loop; raises for a request that it cannot run."""
         ...
 
     def add_request(self, request: Request) -> None:
@@ -87,16 +93,21 @@ class EngineThread:
         self._lease_s = lease_s
         self._on_iteration = on_iteration
         self._condition = threading.Condition()
+        self._unprepared: deque[list[Request]] = deque()
         self._arrivals: list[Request] = []
         self._cancelled: list[str] = []
         self._sinks: dict[str, Sink] = {}
         self._started: set[str] = set()  # requests that have had an output; the others still wait or are in prefill
+        self._new: set[str] = set()  # requests that have not seen the end of an iteration
+        self._to_prepare: set[str] = set()
         self._closing = False
         self._stopped: Exception | None = None
         self._attending = 0
         self._attended_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        self._preparing = threading.Thread(target=self._prepare, name="engine-prepare", daemon=True)
+        self._preparing.start()
 
     @property
     def failure(self) -> Exception | None:
@@ -112,6 +123,16 @@ class EngineThread:
     def num_waiting(self) -> int:
         """Requests without an output yet."""
         return len(self._sinks) - len(self._started)
+
+    def is_new(self, request_ids: Iterable[str]) -> bool:
+        """Whether any of these requests has yet to see the end of an iteration, the first that may run it."""
+        with self._condition:
+            return not self._new.isdisjoint(request_ids)
+
+    def is_unprepared(self, request_ids: Iterable[str]) -> bool:
+        """Whether any of these requests is still to be prepared for the engine, which may take seconds."""
+        with self._condition:
+            return not self._to_prepare.isdisjoint(request_ids)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Hands a request to the engine; see `submit_all`."""
@@ -134,9 +155,14 @@ class EngineThread:
             for request in requests:
                 assert request.request_id not in self._sinks, f"request id {request.request_id!r} is in use"
                 self._sinks[request.request_id] = sink
-            self._arrivals.extend(requests)
+                self._new.add(request.request_id)
+            if any(request.sampling.constraint is not None for request in requests):
+                self._unprepared.append(list(requests))
+                self._to_prepare.update(request.request_id for request in requests)
+            else:
+                self._arrivals.extend(requests)
             self._attended_at = time.monotonic()
-            self._condition.notify()
+            self._condition.notify_all()
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request whose answer nobody waits for; its sink hears nothing more.
@@ -155,7 +181,7 @@ class EngineThread:
         with self._condition:
             live = [request_id for request_id in request_ids if self._forget(request_id) is not None]
             self._cancelled += live
-            self._condition.notify()
+            self._condition.notify_all()
             return live
 
     @contextmanager
@@ -174,14 +200,43 @@ class EngineThread:
         """Stops after the iteration that runs now; every live request fails."""
         with self._condition:
             self._closing = True
-            self._condition.notify()
+            self._condition.notify_all()
         self._thread.join(timeout_s)
+
+    def _prepare(self) -> None:
+        """The second thread: from unprepared requests to arrivals."""
+        while True:
+            with self._condition:
+                while not (self._unprepared or self._closing or self._stopped):
+                    self._condition.wait()
+                if not self._unprepared:
+                    return
+                requests = self._unprepared.popleft()
+                requests = [request for request in requests if request.request_id in self._sinks]
+            cause: Exception | None = None
+            try:
+                for request in requests:
+                    self._engine.prepare(request)
+            except Exception as error:
+                cause = error
+            if cause is not None:
+                for request in requests:
+                    self._fail(request.request_id, cause)
+                self._after_iteration([])
+                continue
+            with self._condition:  # those that were cancelled meanwhile are unknown to the engine
+                live = [request for request in requests if request.request_id in self._sinks]
+                self._to_prepare.difference_update(request.request_id for request in live)
+                self._arrivals += live
+                self._condition.notify_all()
 
     def _run(self) -> None:
         try:
-            while self._take_work():
+            while (arrived := self._take_work()) is not None:
                 outputs = self._engine.step() if self._engine.has_unfinished else []
                 self._deliver(outputs)
+                with self._condition:
+                    self._new -= arrived
                 self._after_iteration(outputs)
             cause: Exception = EngineStoppedError("the engine was closed")
         except Exception as error:  # whatever it was, every sink must hear of it
@@ -192,17 +247,24 @@ class EngineThread:
             live = list(self._sinks.items())
             self._sinks.clear()
             self._started.clear()
+            self._new.clear()
+            self._to_prepare.clear()
+            self._condition.notify_all()
         for request_id, sink in live:
             sink.fail(request_id, cause)
         self._after_iteration([])
 
-    def _take_work(self) -> bool:
-        """Waits for something to do and hands arrivals and cancellations to the engine; False to stop."""
+    def _take_work(self) -> set[str] | None:
+        """Waits for something to do and hands arrivals and cancellations to the engine; None to stop.
+
+        Returns:
+            Ids of the requests that arrived.
+        """
         with self._condition:
             while not (self._arrivals or self._cancelled or self._closing or self._engine.has_unfinished):
                 self._condition.wait()
             if self._closing:
-                return False
+                return None
             arrivals, self._arrivals = self._arrivals, []
             cancelled, self._cancelled = self._cancelled, []
             orphans = list(self._sinks) if self._lease_has_run_out() else []
@@ -221,7 +283,7 @@ class EngineThread:
                     self._engine.add_request(request)
                 except Exception as error:
                     self._fail(request.request_id, error)
-        return True
+        return arrived
 
     def _lease_has_run_out(self) -> bool:
         if self._lease_s is None or self._attending:
@@ -247,6 +309,8 @@ class EngineThread:
 
     def _forget(self, request_id: str) -> Sink | None:
         self._started.discard(request_id)
+        self._new.discard(request_id)
+        self._to_prepare.discard(request_id)
         return self._sinks.pop(request_id, None)
 
     def _after_iteration(self, outputs: Sequence[RequestOutput]) -> None:

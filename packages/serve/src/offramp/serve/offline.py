@@ -109,6 +109,7 @@ def generate(
     for index, request in enumerate(requests[::n]):
         try:
             engine.check(request)
+            engine.prepare(request)
         except OfframpError as fault:
             raise OfframpError(f"prompt {index}: {fault}" if len(prompts) > 1 else str(fault)) from None
     completions = [Completion() for _ in requests]

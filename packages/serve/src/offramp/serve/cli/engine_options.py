@@ -51,7 +51,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, queue: bool = True) -
     )
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="most tokens of prompt and completion")
     group.add_argument(
-        "--kv-cache-bytes", type=int, metavar="BYTES", help="memory for keys and values (default: 1 GiB)"
+        "--kv-cache-bytes",
+        type=int,
+        metavar="BYTES",
+        help="memory for keys and values (default: 1 GiB, or less where --max-num-seqs at full length need less)",
     )
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
     if queue:

@@ -62,6 +62,8 @@ def prompt_too_long(num_tokens: int, max_tokens: int | None, limit: int, param: 
     """
     subject = "This model's maximum context length is" if what == "context" else "This server's KV cache holds"
     asked = f"your prompt has {num_tokens} tokens"
+    if max_tokens is None and num_tokens == limit:
+        asked += ", which leaves none for an answer"
     if max_tokens is not None:
         asked += f" and you asked for {max_tokens} more, {num_tokens + max_tokens} together"
     remedy = "shorten the prompt" if max_tokens is None else "shorten the prompt or lower max_tokens"

@@ -21,6 +21,14 @@ EVENT_STREAM = "text/event-stream"
 TokenText = Callable[[int], str]
 """A token's own text, for log-probabilities."""
 
+ErrorOf = Callable[[Exception], ApiError]
+"""How a client is told why its answer has ended."""
+
+
+def internal_error(cause: Exception) -> ApiError:
+    """500, with what the cause says."""
+    return internal(str(cause) or type(cause).__name__)
+
 
 def encode(value: object) -> bytes:
     """JSON in UTF-8. A lone surrogate, which a message may quote from a request, becomes a question mark."""
@@ -105,12 +113,13 @@ class Generation(ABC):
         kept: How many of them the answer has, those with the highest mean log-probability; fewer than `sequences` only
             without a stream and with log-probabilities asked of the engine.
         echoes: For each prompt, what its choices begin with; None when they begin with the new text.
+        error_of: Asked when the engine has ended a request without an answer.
 
     Attributes:
         request_ids: As given.
         stream: As given.
         finished: Nothing more will be formatted; `take` may still have pieces to give.
-        failed: It ended with an error.
+        error: What it ended with; None while it has not, or if it ended well.
     """
 
     object_name = "text_completion"
@@ -128,12 +137,14 @@ class Generation(ABC):
         sequences: int = 1,
         kept: int = 1,
         echoes: Sequence[Echo] | None = None,
+        error_of: ErrorOf = internal_error,
     ) -> None:
         assert kept == sequences or not stream, "which sequences are kept is known only at the end"
         self.request_ids = tuple(request_ids)
         self.stream = stream
         self.finished = False
-        self.failed = False
+        self.error: ApiError | None = None
+        self._error_of = error_of
         self._head = {"id": id, "created": int(time.time()), "model": model}
         self._report = report
         self._token_text = token_text
@@ -256,11 +267,11 @@ class Generation(ABC):
         return {"offramp": told} if told else {}
 
     def _end_with_error(self, cause: Exception) -> None:
-        # The head with its 200 has been sent by now, so the error can only be said in the body.
-        error = internal(str(cause) or type(cause).__name__)
-        body = encode(error.body())
+        # Where the head with its 200 has been sent by now, the error can only be said in the body.
+        self.error = self._error_of(cause)
+        body = encode(self.error.body())
         self._ready += b"data: %b\n\ndata: [DONE]\n\n" % body if self.stream else body
-        self.finished = self.failed = True
+        self.finished = True
 
     def _event(self, chunk: dict[str, Any]) -> None:
         usage = {"usage": None} if self._report.usage else {}

@@ -26,6 +26,8 @@ MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_COMPLETION_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
+MAX_DIGITS = 50
+"""Of a whole number. No field takes so many, and Python neither reads nor writes thousands of them."""
 
 Prompts = list[str] | list[list[int]]
 
@@ -69,7 +71,8 @@ def _as_stops(value: object) -> object:
 
 def _as_key(value: object) -> object:
     # The keys of a JSON object are strings.
-    return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
+    is_number = isinstance(value, str) and len(value) <= MAX_DIGITS and value.isascii() and value.isdecimal()
+    return int(value) if is_number else value
 
 
 def _as_top_k(value: object) -> object:
@@ -346,7 +349,7 @@ def _as_api_error(error: ValidationError, kind: type[GenerationBody]) -> ApiErro
             code="unknown_parameter",
         )
     fault = faults[0]
-    where = _path(fault["loc"])
+    where = _short(_path(fault["loc"]), quoted=False)
     if fault["type"] == "missing":
         return bad_request(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
     message = fault["msg"].removeprefix("Input ").rstrip(".")

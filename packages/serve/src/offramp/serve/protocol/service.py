@@ -1,7 +1,8 @@
 """The service behind the endpoints: from a path and a body to an answer.
 
-All that can be wrong with a request is found in `open`, before anything of the answer is sent, because the status code
-is sent with the first piece.
+Nearly all that can be wrong with a request is found in `open`, before anything of the answer is sent, because the
+status code is sent with the first piece. What takes long to find (a language that cannot be compiled) and what only the
+engine finds ends the answer with an error (`Generation.error`).
 """
 
 from __future__ import annotations
@@ -35,8 +36,16 @@ from offramp.serve.protocol.replies import (
     Generation,
     Report,
     encode,
+    internal_error,
 )
-from offramp.serve.protocol.requests import ChatBody, CompletionBody, GenerationBody, OfframpOptions, parse_body
+from offramp.serve.protocol.requests import (
+    MAX_DIGITS,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    OfframpOptions,
+    parse_body,
+)
 from offramp.serve.protocol.sampling import field_at_fault, sampling_params
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.request import Request
@@ -221,6 +230,7 @@ class OpenAIService:
             sequences=sequences,
             kept=body.n,
             echoes=echoes,
+            error_of=lambda cause: self._error_of(cause, body),
         )
         try:
             self._thread.submit_all(requests, reply)
@@ -229,6 +239,14 @@ class OpenAIService:
         except EngineStoppedError as error:
             raise engine_dead(str(error)) from error
         return reply
+
+    def _error_of(self, cause: Exception, body: GenerationBody) -> ApiError:
+        """What a client is told when the engine has ended its request without an answer."""
+        if isinstance(cause, QueueFullError):
+            return queue_full(self._thread.max_requests)
+        if isinstance(cause, OfframpError):
+            return bad_request(str(cause), param=field_at_fault(cause, body))
+        return internal_error(cause)
 
     def _exit_options(self, options: OfframpOptions) -> ExitOptions:
         try:
@@ -267,7 +285,8 @@ def _decode(body: bytes) -> object:
     if not body:
         raise bad_request("The request has no body; send a JSON object with content-type: application/json.")
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+        text = body.decode("utf-8")
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
         if _SURROGATE.search(body):
             # No tokenizer takes half a character. Checked only where it can be: escapes like these are rare.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -277,11 +296,17 @@ def _decode(body: bytes) -> object:
     except UnicodeError:
         raise bad_request("The request body holds bytes or escapes that are no Unicode characters.") from None
     except ValueError as error:
-        raise bad_request(f"The request body is not valid JSON: {error}") from None
+        raise bad_request(f"The request body cannot be read as JSON: {error}") from None
 
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _whole(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits, more than {MAX_DIGITS}")
+    return int(text)
 
 
 def _finite(text: str) -> float:

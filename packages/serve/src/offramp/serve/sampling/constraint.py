@@ -9,7 +9,9 @@ Legend: V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import llguidance.hf
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NUM_KEPT = 16  # compiled grammars; many requests share a few, and a large one takes 200 MB
+_NUM_PREPARED = 256  # requests whose grammar is kept for them alone until they start
+
+_STOP_REASONS = ("NoExtension", "NoExtensionBias")  # in place of a message, for a language without any text
 
 # How much work a grammar may be is the library's default; its messages are to be short.
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -89,7 +94,10 @@ class ConstraintState:
 
 
 class Constraints:
-    """Compiles languages for one tokenizer."""
+    """Compiles languages for one tokenizer, one at a time: each may take seconds and hundreds of megabytes.
+
+    Any thread may call. `start` only waits for a language to be compiled if nobody has called `prepare` before.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
         """Nothing is done until the first request with a constraint, which then costs about a second more.
@@ -100,7 +108,33 @@ class Constraints:
         """
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._compile: Callable[[Constraint], LLMatcher] = functools.lru_cache(_NUM_KEPT)(self._compile_anew)
+        self._compiling = threading.Lock()
+        self._lookup = threading.Lock()
+        self._known: OrderedDict[Constraint, LLMatcher | OfframpError] = OrderedDict()
+        self._prepared: weakref.WeakKeyDictionary[Request, LLMatcher] = weakref.WeakKeyDictionary()
+
+    def check(self, request: Request) -> None:
+        """Raise `OfframpError` if a request's language needs what this model does not have; compiles nothing."""
+        if request.sampling.constraint is None:
+            return
+        if self._tokenizer is None:
+            raise OfframpError("a constraint needs a tokenizer, and this engine has none; leave it out.")
+        if not any(token < self._vocab_size for token in request.stop_ids):
+            raise OfframpError(
+                "a constraint needs a token that ends the answer, and the model names none; give stop_token_ids."
+            )
+
+    def prepare(self, request: Request) -> None:
+        """Compile a request's language, if it has one, so that `start` finds it; may take seconds.
+
+        Raises:
+            OfframpError: it cannot be compiled.
+        """
+        if request.sampling.constraint is not None:
+            matcher = self._compiled(request.sampling.constraint)
+            with self._lookup:
+                if len(self._prepared) < _NUM_PREPARED:  # whatever is compiled in between, it is there at the start
+                    self._prepared[request] = matcher
 
     def start(self, request: Request) -> ConstraintState | None:
         """The state of a new request; None if it may say anything.
@@ -108,28 +142,57 @@ class Constraints:
         Raises:
             OfframpError: its language cannot be compiled, or needs what this model does not have.
         """
+        self.check(request)
         constraint = request.sampling.constraint
         if constraint is None:
             return None
-        if not any(token < self._vocab_size for token in request.stop_ids):
-            raise OfframpError(
-                "a constraint needs a token that ends the answer, and the model names none; give stop_token_ids."
-            )
-        matcher = self._compile(constraint).deep_copy()
-        return ConstraintState(matcher, self._vocabulary, self._vocab_size, request.stop_ids)
+        with self._lookup:
+            matcher = self._prepared.pop(request, None)
+        if matcher is None:
+            matcher = self._compiled(constraint)
+        else:
+            self._keep(constraint, matcher)  # others may come with the same
+        return ConstraintState(matcher.deep_copy(), self._vocabulary, self._vocab_size, request.stop_ids)
+
+    def _compiled(self, constraint: Constraint) -> LLMatcher:
+        found = self._find(constraint)
+        if found is None:
+            with self._compiling:
+                found = self._find(constraint)
+                if found is None:
+                    try:
+                        found = self._compile(constraint)
+                    except OfframpError as fault:
+                        found = fault  # kept as well: finding it again may take as long
+                    self._keep(constraint, found)
+        if isinstance(found, OfframpError):
+            raise OfframpError(str(found))
+        return found
+
+    def _find(self, constraint: Constraint) -> LLMatcher | OfframpError | None:
+        with self._lookup:
+            found = self._known.get(constraint)
+            if found is not None:
+                self._known.move_to_end(constraint)
+            return found
+
+    def _keep(self, constraint: Constraint, found: LLMatcher | OfframpError) -> None:
+        with self._lookup:
+            self._known[constraint] = found
+            self._known.move_to_end(constraint)
+            if len(self._known) > _NUM_KEPT:
+                self._known.popitem(last=False)
 
     @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:
         """What the library knows of the tokens: their bytes."""
         from transformers import PreTrainedTokenizerFast
 
-        if self._tokenizer is None:
-            raise OfframpError("a constraint needs a tokenizer, and this engine has none; leave it out.")
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             raise OfframpError("a constraint needs a fast tokenizer, and this model's is slow; add a tokenizer.json.")
         return llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=max(self._vocab_size, len(self._tokenizer)))
 
-    def _compile_anew(self, constraint: Constraint) -> LLMatcher:
+    def _compile(self, constraint: Constraint) -> LLMatcher:
         tokenizer, name = self._vocabulary, constraint.kind.replace("_", " ")
         try:
             matcher = LLMatcher(tokenizer, _grammar(constraint), log_level=0, limits=_LIMITS)
@@ -155,4 +218,5 @@ def _reason(message: str) -> str:
     """What is to be said of a message that goes on for many lines: its last `error: ...`, or else its beginning."""
     message = message.partition("<state>")[0]
     _, _, error = message.rpartition("error: ")
-    return error.strip().partition("\n")[0].rstrip(". ")
+    error = error.strip().partition("\n")[0].rstrip(". ")
+    return "it leaves no text that could be said" if error in _STOP_REASONS else error

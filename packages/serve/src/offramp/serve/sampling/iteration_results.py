@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +25,13 @@ from offramp.serve.sampling.verification import Drafting, NoTokenError
 
 log = logging.getLogger(__name__)
 
-Fail = Callable[[str, str], object]
-"""Told the id of a request that cannot go on, and why."""
+
+class Fail(Protocol):
+    """Ends a request that cannot go on (`Scheduler.fail`)."""
+
+    def __call__(self, request_id: str, error: str, *, is_numeric: bool = False) -> object:
+        """Is told why, in one sentence, and whether the request's numbers are at fault."""
+        ...
 
 
 class Voice:
@@ -122,12 +128,14 @@ class IterationResults:
         if not isinstance(fault, NoTokenError):
             log.error("request %s failed", request_id, exc_info=fault)
             self._fail(request_id, f"no token can be chosen: {type(fault).__name__}: {fault}")
+        elif voice.sampling.fault is not None:
+            self._fail(request_id, voice.sampling.fault)
         else:
             self._fail(
                 request_id,
-                voice.sampling.fault
-                or f"the logits at layer {layer} are not finite, so no token can be chosen; the weights are damaged or "
+                f"the logits at layer {layer} are not finite, so no token can be chosen; the weights are damaged or "
                 "too large for the engine's dtype",
+                is_numeric=True,
             )
 
     def _choose(self, departure: Departure, places: Sequence[int]) -> None:

@@ -128,19 +128,20 @@ class Scheduler:
         """
         return self._end(request_id, RequestStatus.CANCELLED)
 
-    def fail(self, request_id: str, error: str) -> Request | None:
-        """End a request that cannot be computed, for example because its logits are not finite.
+    def fail(self, request_id: str, error: str, *, is_numeric: bool = False) -> Request | None:
+        """End a request that cannot be computed.
 
         Args:
             request_id: which.
             error: why, one sentence.
+            is_numeric: whether its numbers are at fault, such as logits that are not finite. Then what it has computed
+                or taken over may be the cause, and nobody else is to fail of it: its blocks leave the prefix cache.
 
         Returns:
             The request, or None if no unfinished request has this id.
         """
         sequence = self._running.get(request_id)
-        if sequence is not None:
-            # What it has computed or taken over may be the cause; others must not fail of it again.
+        if sequence is not None and is_numeric:
             self._tables.withdraw(sequence)
         request = self._end(request_id, RequestStatus.FAILED)
         if request is not None:

@@ -5,7 +5,8 @@ each. The loop is only a pump: it admits new jobs, cancels those that have vanis
 engine iterates in its own thread. Rules of that loop which this module keeps, so that the handler need not know them:
 
 - A call that raises, or answers with the wrong number of pieces, fails every live job. So nothing here raises.
-- A job's first piece carries the status code. So a refusal is a whole answer in the call that first sees the job.
+- A job's first piece carries the status code. So a refusal is a whole answer in the call that first sees the job, and
+  that call waits a little for the job's first iteration: a fault found by then has its own status as well.
 - A first piece that is also the last leaves the client without a response head. So an answer in pieces has two or more.
 - TorchServe does not say that a client went away; the job is just missing from the next call.
 - When the last job goes, no call comes at all. So the engine's thread cancels after a lease (`EngineThread`).
@@ -111,15 +112,30 @@ class Jobs:
                 self._service.abandon(self._live.pop(job_id).reply)
             self._dead &= ids
             answered: dict[str, Piece] = {}
+            admitted: list[str] = []
             for job in jobs:
                 if job.id not in self._live:
                     piece = self._admit(job)
-                    if piece is not None:
+                    if piece is None:
+                        admitted += self._live[job.id].reply.request_ids
+                    else:
                         answered[job.id] = piece
-            if not answered:  # an answer that is ready must not wait for the engine
-                self._news.wait(self._settings.wait_ms / 1000)
-            self._news.clear()
+            if admitted or not answered:  # answers that are ready need not wait for the engine
+                self._await_news(admitted)
             return [answered.get(job.id) or self._next_piece(job.id) for job in jobs]
+
+    def _await_news(self, admitted: Sequence[str]) -> None:
+        """Waits until the engine has something new, or until new requests have been through an iteration."""
+        began, wait_s = time.monotonic(), self._settings.wait_ms / 1000
+        self._news.wait(wait_s)
+        self._news.clear()
+        while self._thread.is_new(admitted):
+            is_unprepared = self._thread.is_unprepared(admitted)
+            limit_ms = self._settings.prepare_wait_ms if is_unprepared else self._settings.first_wait_ms
+            if time.monotonic() - began > limit_ms / 1000:
+                break
+            self._news.wait(wait_s)
+            self._news.clear()
 
     def _admit(self, job: Job) -> Piece | None:
         """The answer to a new job, if it is known at once; None when the engine works on it."""
@@ -131,7 +147,7 @@ class Jobs:
             _log_fault("A request could not be taken in", error)
             reply = Complete.of_error(internal(type(error).__name__))
         if isinstance(reply, Complete):
-            return Piece(reply.body, None, reply.status, JSON, {**self._service.card.headers(), **reply.headers})
+            return _whole(reply, self._service.card.headers())
         self._live[job.id] = _Live(reply, time.monotonic())
         return None
 
@@ -149,13 +165,17 @@ class Jobs:
         return Piece(b"data: %b\n\n" % encode(error.body()), False, 200, EVENT_STREAM)
 
     def _next_piece(self, job_id: str) -> Piece:
-        live = self._live[job_id]
+        live, headers = self._live[job_id], self._service.card.headers()
         try:
             body, last = live.reply.take(self._settings.max_piece_bytes)
         except Exception as error:
             _log_fault("An answer could not be formatted", error)
             body, last = b"", True
-        if last and live.reply.failed and not live.reply.stream and self._thread.failure is not None:
+        error = live.reply.error
+        if error is not None and live.pieces == 0:
+            self._end(job_id)
+            return _whole(Complete.of_error(error), headers)
+        if last and error is not None and not live.reply.stream and self._thread.failure is not None:
             # The 200 is out, and an error in its body would look like an answer. The worker is about to go with its
             # engine: the connection is then cut, which the client takes for what it is.
             return Piece(b"", False)
@@ -171,10 +191,17 @@ class Jobs:
             last = False
             self._news.set()
         elif last:
-            del self._live[job_id]
-            self._service.abandon(live.reply)  # the others of several prompts, when one has failed
-            self._on_finished(time.monotonic() - live.since)
-        return Piece(body, last, 200, live.reply.content_type, self._service.card.headers())
+            self._end(job_id)
+        return Piece(body, last, 200, live.reply.content_type, headers)
+
+    def _end(self, job_id: str) -> None:
+        live = self._live.pop(job_id)
+        self._service.abandon(live.reply)  # the others of several prompts, when one has failed
+        self._on_finished(time.monotonic() - live.since)
+
+
+def _whole(reply: Complete, headers: dict[str, str]) -> Piece:
+    return Piece(reply.body, None, reply.status, JSON, {**headers, **reply.headers})
 
 
 def _log_fault(what: str, error: Exception) -> None:
