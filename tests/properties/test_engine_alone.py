@@ -13,8 +13,9 @@ from dataclasses import replace
 from helpers.tiny import EOS_ID, tiny_model, tiny_tokenizer
 from offramp.common.checkpoint import Checkpoint
 from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
-from offramp.serve.config import EngineConfig
+from offramp.serve.config import EngineConfig, SyncPolicy
 from offramp.serve.engine import Engine
 from offramp.serve.request.constraint import Constraint
 from offramp.serve.request.exit_options import ExitOptions
@@ -61,7 +62,7 @@ def make_request(name: str, rng: random.Random) -> Request:
 
 
 def make_depth(rng: random.Random) -> ExitOptions:
-    kv_policy = rng.choice(["full", "fill", "recompute", "verify", "static"])
+    kv_policy: KVPolicy = rng.choice(["full", "fill", "recompute", "verify", "static"])
     if kv_policy == "full":
         return ExitOptions("full")
     if kv_policy == "static":
@@ -78,7 +79,7 @@ def make_depth(rng: random.Random) -> ExitOptions:
 
 def make_config(rng: random.Random) -> EngineConfig:
     block_size, max_num_seqs = rng.choice([1, 4, 5]), rng.randrange(1, 7)
-    sync_policy = rng.choice(["regroup", "regroup", "all", "quantile"])
+    sync_policy: SyncPolicy = rng.choice(["regroup", "regroup", "all", "quantile"])
     return EngineConfig(
         block_size=block_size,
         num_blocks=-(-MAX_MODEL_LEN // block_size) + rng.randrange(20),

@@ -335,7 +335,9 @@ def test_a_language_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled == [regex("a+"), regex("(a")]
 
 
-def test_what_was_prepared_is_there_at_the_start_whatever_is_compiled_in_between() -> None:
+def test_what_was_prepared_is_there_at_the_start_whatever_is_compiled_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     constraints = Constraints(TOKENIZERS["byte_level"], len(TOKENIZERS["byte_level"]))
     request = make_request(eos=(0,), constraint=regex("a+"))
     constraints.prepare(request)
@@ -348,7 +350,7 @@ def test_what_was_prepared_is_there_at_the_start_whatever_is_compiled_in_between
         go_on.wait(5)
         raise OfframpError("too slow")
 
-    constraints._compile = slow  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(constraints, "_compile", slow)
 
     def prepare_another() -> None:
         with pytest.raises(OfframpError, match="too slow"):
