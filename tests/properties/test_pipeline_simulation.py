@@ -109,12 +109,41 @@ def test_equal_stages_take_the_closed_formula(stages: int, count: int, forward: 
         assert timeline.bubble_share == pytest.approx((stages - 1) / (count + stages - 1))
 
 
+heads_of_ratio_two = st.lists(st.floats(0.0, 3.0).map(lambda t: HeadWork(t, 2 * t, 0.0, 0.0)), max_size=3).map(tuple)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(heads_of_ratio_two, min_size=1, max_size=6),
+    st.lists(st.integers(0, 5), min_size=6, max_size=6),
+    micro_batches,
+    st.sampled_from([0.0, 0.01, 1.0]),
+    st.booleans(),
+)
+def test_a_step_is_within_the_bound(
+    heads: list[tuple[HeadWork, ...]], layers: list[int], count: int, transfer: float, deferred: bool
+) -> None:
+    # The paper's case: equal backbones and any exits, deferred or not; and stages of any length, exits not deferred.
+    for lengths in [[1] * 6] if deferred else [[1] * 6, layers]:
+        works = [StageWork(n, 2.0 * n, heads=own, deferred=deferred) for n, own in zip(lengths, heads, strict=False)]
+        timeline = simulate(one_f_one_b(len(works), count), works, transfer)
+        assert timeline.seconds <= time_bound(works, count, transfer) * (1 + TOLERANCE)
+
+
 @examples
 @given(works, micro_batches, st.sampled_from([0.0, 0.01, 1.0]))
-def test_a_step_is_within_the_bound(works: list[StageWork], count: int, transfer: float) -> None:
+def test_any_step_lies_between_its_slowest_stage_and_equal_stages(
+    works: list[StageWork], count: int, transfer: float
+) -> None:
     timeline = simulate(one_f_one_b(len(works), count), works, transfer)
-    assert timeline.seconds <= time_bound(works, count, transfer) * (1 + TOLERANCE)
     assert timeline.seconds >= count * max(work.total for work in works) * (1 - TOLERANCE)
+    longest = sum(max(work.seconds(kind) for work in works) + transfer for kind in ("forward", "backward"))
+    assert timeline.seconds <= (count + len(works) - 1) * longest * (1 + TOLERANCE)
+
+
+def test_the_bound_supposes_stages_alike_but_for_their_exits() -> None:
+    works = [StageWork(f, b) for f, b in ((2.0, 0.0), (0.0, 2.0), (1.0, 0.0), (0.0, 1.0))]
+    assert (simulate(one_f_one_b(4, 3), works).seconds, time_bound(works, 3)) == (12.0, 11.0)
 
 
 def test_the_bound_is_the_papers() -> None:

@@ -348,7 +348,7 @@ def _times(model: MultiExitTransformer, shape: MicroBatchShape, machine: Machine
 def _note_faults(estimator: Estimator, variants: Sequence[Variant], machine: Machine, notes: list[str]) -> None:
     for variant in variants:
         if variant.bound is not None and variant.timeline.seconds > variant.bound * (1.0 + 1e-9):
-            notes.append(f"{variant.name}: the simulated step is longer than its bound, which is a fault of Offramp.")
+            notes.append(f"{variant.name}: a step is longer than the bound, which supposes stages alike but for exits.")
         filling = variant.filling
         if filling is None:
             continue

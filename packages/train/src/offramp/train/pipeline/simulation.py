@@ -177,6 +177,9 @@ def time_bound(works: Sequence[StageWork], micro_batches: int, transfer: float =
     In the paper's terms, with the stages' totals written out, this is f_IN + b_IN + (P - 1)(f_BB + b_BB) +
     sum_{i<P} N_i (f_EE + b_EE) + M max_i {...}. The paper leaves out communication; an operation that has to wait for
     a message is here as if it were longer by that, both ways.
+
+    The paper's stages are alike but for their exits. Where the shares of forward and backward passes differ much from
+    stage to stage, as with a frozen backbone, a step can be a few per cent longer.
     """
     hop = 2.0 * transfer if len(works) > 1 else 0.0
     totals = [work.total + hop for work in works]
