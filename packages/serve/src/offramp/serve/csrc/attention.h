@@ -38,12 +38,14 @@ template <class T>
 using AttentionProducts = VectorAttention<T>;
 #endif
 
-// What one thread keeps from task to task: memory.
+// What one thread keeps from task to task: memory. Each key/value head of a task has queries and products of its own.
 template <class T>
 struct AttentionScratch {
-  std::vector<Query<T>> queries;
+  explicit AttentionScratch(const AttentionShape& shape) : queries(shape.num_kv_heads), products(shape.num_kv_heads) {}
+
+  std::vector<std::vector<Query<T>>> queries;
   KeyBlock<T> block;
-  AttentionProducts<T> products;
+  std::vector<AttentionProducts<T>> products;
 };
 
 // One cache layer and the rows that attend to it.
@@ -61,15 +63,19 @@ struct AttentionLayer {
 
 // The softmax of one query over one block of keys, whose products with the query `products` has.
 template <class T>
-static inline void weigh(Query<T>& query, int q, const KeyBlock<T>& block, float scale, AttentionProducts<T>& products,
-                         int head_dim) {
-  products.forget_weights(q);
+static inline void weigh(Query<T>& query, int q, const KeyBlock<T>& block, float scale,
+                         AttentionProducts<T>& products) {
   const Range seen = block.seen(query);
-  if (seen.begin >= seen.end) return;
   const F32 none = splat(-std::numeric_limits<float>::infinity());
   I32 lanes;
   for (int i = 0; i < kLanes; ++i) lanes[i] = i;
-  const int first = int(seen.begin) / kLanes * kLanes, stop = int(seen.end);
+  const int first = int(seen.begin) / kLanes * kLanes, stop = int(std::max(seen.begin, seen.end));
+  // Groups that others of the tile see.
+  for (int i = block.first / kLanes * kLanes; i < std::min(first, block.stop); i += kLanes)
+    products.keep_weight(q, i, zero());
+  for (int i = std::max((stop + kLanes - 1) / kLanes * kLanes, block.first / kLanes * kLanes); i < block.stop; i += kLanes)
+    products.keep_weight(q, i, zero());
+  if (seen.begin >= seen.end) return;
   float* const scores = products.scores(q);
   F32 top = none;
   for (int i = first; i < stop; i += kLanes) {
@@ -86,7 +92,7 @@ static inline void weigh(Query<T>& query, int q, const KeyBlock<T>& block, float
       const F32 correction = exp(splat(query.top - highest));
       weights = weights * correction;
       float* const sums = products.sums(q);
-      for (int e = 0; e < padded(head_dim); e += kLanes) store(sums + e, load(sums + e) * correction);
+      for (int i = 0; i < products.sums_size(); i += kLanes) store(sums + i, load(sums + i) * correction);
     }
     query.top = highest;
   }
@@ -95,10 +101,10 @@ static inline void weigh(Query<T>& query, int q, const KeyBlock<T>& block, float
   store(query.weights, weights);
 }
 
-// Asks for keys and values some way ahead, so that they come while others are computed.
+// Asks for keys and values of one head some way ahead, so that they come while others are computed.
 template <class T>
 struct Ahead {
-  static constexpr int kKeys = 32;
+  static constexpr int kKeys = 64;
 
   const T* keys;  // of slot 0
   int64_t token_size;
@@ -126,42 +132,57 @@ template <class T>
 static bool attend_tile(const AttentionLayer<T>& layer, const Tile& tile, const AttentionTask& task,
                         AttentionScratch<T>& scratch) {
   const AttentionShape& shape = layer.shape;
-  const int head_dim = shape.head_dim, heads = task.stop_head - task.first_head, num_queries = heads * tile.num_rows;
-  const int64_t token_size = shape.token_size(), values_offset = token_size / 2;
-  const T* const base = layer.cache + int64_t(task.kv_head) * head_dim;
+  const int head_dim = shape.head_dim, kv_heads = task.stop_kv_head - task.first_kv_head;
+  const int heads = task.stop_head - task.first_head, num_queries = heads * tile.num_rows;
+  const int64_t token_size = shape.token_size();
+  const T* const base = layer.cache + int64_t(task.first_kv_head) * head_dim;
   const int32_t* const slots = layer.plan.slots.data();
   const float scale = 1.f / std::sqrt(float(head_dim));
-  auto& [queries, block, products] = scratch;
+  KeyBlock<T>& block = scratch.block;
+  const auto ahead_of = [&](int k) {
+    return Ahead<T>{base + int64_t(k) * head_dim, token_size, head_dim, slots, tile.slots, tile.stop_key};
+  };
 
-  queries.resize(num_queries);
-  for (int q = 0; q < num_queries; ++q) {
-    const int row = tile.first_row + q / heads, head = task.kv_head * shape.group() + task.first_head + q % heads;
-    const int64_t position = layer.positions[row];
-    queries[q] = {layer.queries + row * layer.query_stride + int64_t(head) * head_dim,
-                  shape.first_key(position), position + 1, row, head, -std::numeric_limits<float>::infinity(), {}};
+  for (int k = 0; k < kv_heads; ++k) {
+    auto& queries = scratch.queries[k];
+    queries.resize(num_queries);
+    for (int q = 0; q < num_queries; ++q) {
+      const int row = tile.first_row + q / heads;
+      const int head = (task.first_kv_head + k) * shape.group() + task.first_head + q % heads;
+      const int64_t position = layer.positions[row];
+      queries[q] = {layer.queries + row * layer.query_stride + int64_t(head) * head_dim,
+                    shape.first_key(position), position + 1, row, head, -std::numeric_limits<float>::infinity(), {}};
+    }
+    scratch.products[k].begin(queries, head_dim);
+    ahead_of(k).ask(tile.first_key, tile.first_key + Ahead<T>::kKeys);
   }
-  products.begin(queries, head_dim);
-  const Ahead<T> ahead{base, token_size, head_dim, slots, tile.slots, tile.stop_key};
-  ahead.ask(tile.first_key, tile.first_key + Ahead<T>::kKeys);
   for (block.start = tile.first_key / kKeyBlock * kKeyBlock; block.start < tile.stop_key; block.start += kKeyBlock) {
     block.first = int(std::max<int64_t>(tile.first_key - block.start, 0));
     block.stop = int(std::min<int64_t>(tile.stop_key - block.start, kKeyBlock));
-    for (int i = block.first / kLanes * kLanes; i < (block.stop + kLanes - 1) / kLanes * kLanes; ++i) {
-      const int64_t key = std::clamp<int64_t>(block.start + i, tile.first_key, tile.stop_key - 1);
-      block.keys[i] = base + slots[tile.slots + key] * token_size;
-      block.values[i] = block.keys[i] + values_offset;
+    for (int k = 0; k < kv_heads; ++k) {
+      const T* const keys = base + int64_t(k) * head_dim;
+      for (int i = block.first / kLanes * kLanes; i < (block.stop + kLanes - 1) / kLanes * kLanes; ++i) {
+        const int64_t key = std::clamp<int64_t>(block.start + i, tile.first_key, tile.stop_key - 1);
+        block.keys[i] = keys + slots[tile.slots + key] * token_size;
+        block.values[i] = block.keys[i] + token_size / 2;
+      }
+      AttentionProducts<T>& products = scratch.products[k];
+      products.score(block, ahead_of(k));
+      for (int q = 0; q < num_queries; ++q) weigh(scratch.queries[k][q], q, block, scale, products);
+      products.add_values(block);
     }
-    products.score(block, ahead);
-    for (int q = 0; q < num_queries; ++q) weigh(queries[q], q, block, scale, products, head_dim);
-    if (!products.add_values(block)) return false;
   }
-  for (int q = 0; q < num_queries; ++q) {
-    const float inverse = 1.f / reduce_add(load(queries[q].weights));
-    const float* const sums = products.sums(q);
-    T* const result = layer.out + queries[q].row * layer.out_stride + int64_t(queries[q].head) * head_dim;
-    // Adding zero makes -0 of +0 and -0 alike: tiles may add zeros to a sum that came to -0.
-    pieces(head_dim, [&](int e, int n) { store_upto(result + e, load(sums + e) * inverse + zero(), n); });
-  }
+  for (int k = 0; k < kv_heads; ++k)
+    if (!scratch.products[k].kept_apart()) return false;
+  for (int k = 0; k < kv_heads; ++k)
+    for (int q = 0; q < num_queries; ++q) {
+      const Query<T>& query = scratch.queries[k][q];
+      const float inverse = 1.f / reduce_add(load(query.weights));
+      T* const result = layer.out + query.row * layer.out_stride + int64_t(query.head) * head_dim;
+      // Adding zero makes -0 of +0 and -0 alike: tiles may add zeros to a sum that came to -0.
+      pieces(head_dim,
+             [&](int e, int n) { store_upto(result + e, scratch.products[k].sum(q, e) * inverse + zero(), n); });
+    }
   return true;
 }
 

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <utility>
 #include <vector>
 
 #include "vec.h"
@@ -31,9 +33,9 @@ struct Tile {
   int64_t slots;                // plan.slots[slots + key] is where a key lies; negative where a window leaves out the first
 };
 
-// A piece of work for one thread: some query heads of one key/value head of a tile.
+// A piece of work for one thread: some query heads of some key/value heads of a tile.
 struct AttentionTask {
-  int tile, kv_head, first_head, stop_head;  // the heads count within the group
+  int tile, first_kv_head, stop_kv_head, first_head, stop_head;  // query heads count within the group
   int64_t cost;
 };
 
@@ -67,16 +69,36 @@ struct AttentionPlan {
         tiles.push_back(tile);
       }
     }
-    // Few tiles, as when one sequence decodes: threads share the heads of a group rather than wait for each other.
-    const bool split = num_threads > 1 && int64_t(tiles.size()) * shape.num_kv_heads < 4 * int64_t(num_threads);
-    const int step = split ? 1 : group;
-    for (int tile = 0; tile < int(tiles.size()); ++tile)
-      for (int kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head)
-        for (int head = 0; head < group; head += step) {
-          const int64_t cost = (tiles[tile].stop_key - tiles[tile].first_key) * tiles[tile].num_rows * step;
-          tasks.push_back({tile, kv_head, head, head + step, cost});
-        }
-    std::stable_sort(tasks.begin(), tasks.end(), [](const auto& a, const auto& b) { return a.cost > b.cost; });
+    split(shape, num_threads);
+  }
+
+ private:
+  // Who has a tile's heads together reads its keys and values front to end, and once. But where tiles are few or uneven,
+  // as when one sequence decodes, threads that would wait for each other do better to share them.
+  void split(const AttentionShape& shape, int num_threads) {
+    const int kv_heads = shape.num_kv_heads, group = shape.group();
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (const auto& [kv_step, step] : {std::pair(kv_heads, group), std::pair(1, group), std::pair(1, 1)}) {
+      std::vector<AttentionTask> shared;
+      int64_t total = 0;
+      for (int tile = 0; tile < int(tiles.size()); ++tile)
+        for (int kv_head = 0; kv_head < kv_heads; kv_head += kv_step)
+          for (int head = 0; head < group; head += step) {
+            // To read a key takes about as long as to multiply it by a query.
+            const int64_t queries = int64_t(tiles[tile].num_rows) * step;
+            const int64_t cost = (tiles[tile].stop_key - tiles[tile].first_key) * kv_step * (queries + 1);
+            shared.push_back({tile, kv_head, kv_head + kv_step, head, head + step, cost});
+            total += cost;
+          }
+      std::stable_sort(shared.begin(), shared.end(), [](const auto& a, const auto& b) { return a.cost > b.cost; });
+      std::vector<int64_t> busy(num_threads);
+      for (const AttentionTask& task : shared) *std::min_element(busy.begin(), busy.end()) += task.cost;
+      const int64_t busiest = *std::max_element(busy.begin(), busy.end());
+      if (busiest >= least) break;
+      tasks = std::move(shared);
+      least = busiest;
+      if (busiest * num_threads <= total + total / 8) break;
+    }
   }
 };
 

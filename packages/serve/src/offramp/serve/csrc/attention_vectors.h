@@ -115,13 +115,16 @@ class VectorAttention {
     queries_ = queries.data();
     count_ = int(queries.size());
     head_dim_ = head_dim;
-    stride_ = padded(head_dim);
     scores_.resize(size_t(count_) * kKeyBlock);
-    sums_.assign(size_t(count_) * stride_, 0.f);
+    sums_.assign(size_t(count_) * sums_size(), 0.f);
   }
 
   float* scores(int q) { return scores_.data() + q * kKeyBlock; }
-  float* sums(int q) { return sums_.data() + q * stride_; }
+  int sums_size() const { return padded(head_dim_); }
+  float* sums(int q) { return sums_.data() + q * sums_size(); }
+
+  // Sums of channels e .. e + kLanes - 1.
+  F32 sum(int q, int e) { return load(sums(q) + e); }
 
   // Products of keys and queries; `ahead` is called with the first key of each group before it is its turn.
   template <class Ahead>
@@ -136,15 +139,13 @@ class VectorAttention {
     }
   }
 
-  void forget_weights(int) {}
-
   // Weights take the place of scores. Returns what is kept.
   F32 keep_weight(int q, int key, F32 weight) {
     store(scores(q) + key, weight);
     return weight;
   }
 
-  bool add_values(const KeyBlock<T>& block) {
+  void add_values(const KeyBlock<T>& block) {
     for (int q = 0, count; q < count_; q += count) {
       // Blocks of queries as equal as possible: 8 are 4 and 4, not 6 and 2.
       const int left = count_ - q, blocks = (left + kQueryBlock - 1) / kQueryBlock;
@@ -152,7 +153,7 @@ class VectorAttention {
       switch (count) {
 #define OFFRAMP_QUERIES(M)                                                                                          \
   case M:                                                                                                           \
-    add_values_of_block<T, M>(queries_ + q, block, scores(q), head_dim_, sums(q), stride_); \
+    add_values_of_block<T, M>(queries_ + q, block, scores(q), head_dim_, sums(q), sums_size()); \
     break;
         OFFRAMP_QUERIES(1)
         OFFRAMP_QUERIES(2)
@@ -163,12 +164,14 @@ class VectorAttention {
 #undef OFFRAMP_QUERIES
       }
     }
-    return true;
   }
+
+  // Whether no query had a part in what another one alone sees.
+  bool kept_apart() const { return true; }
 
  private:
   const Query<T>* queries_;
-  int count_, head_dim_, stride_;
+  int count_, head_dim_;
   std::vector<float> scores_;  // [queries, kKeyBlock], then the weights
   std::vector<float> sums_;    // [queries, stride] weighted sums of values
 };

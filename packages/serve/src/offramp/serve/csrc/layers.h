@@ -124,7 +124,7 @@ void run_layers(const LayerShape& shape, const std::vector<Layer<T>>& layers, co
   {
     const Team team = Team::here();
     std::vector<T> own;
-    AttentionScratch<T> scratch;
+    AttentionScratch<T> scratch(shape.attention);
     for (size_t l = 0; l < layers.size(); ++l) {
       const Layer<T>& layer = layers[l];
       if (l + 1 == layers.size()) {
