@@ -37,6 +37,8 @@ static inline void finish_stores() { __asm__ volatile("" ::: "memory"); }
 class MatrixTiles {
  public:
   static constexpr int kRows = 32;
+  static constexpr int kDepth = 32;  // k in a tile, in 16 pairs
+  static constexpr bool kLeavesVectorsIdle = true;
   static constexpr int panels_for(int) { return 1; }  // one panel is read as fast as memory gives it
   static constexpr int kSums = kRows * 32;
 
@@ -47,19 +49,22 @@ class MatrixTiles {
     if (rows_ > 0) _tile_release();  // a thread that has tiles in use costs more to switch away from
   }
 
-  // sums[row][lane] = sum over k of x[row][k] * w[k][lane]
-  void operator()(int rows, int /* panels */, const bf16* x, int64_t x_stride, const bf16* w, int64_t depth, float* sums) {
+  // sums[row][lane] = sum over k of x[row][k] * w[k][lane]. Multiplying keeps the vector units idle: `meanwhile(k)` may do
+  // something else after each tile's depth.
+  template <class Meanwhile>
+  void operator()(int rows, const bf16* x, int64_t x_stride, const bf16* w, int64_t depth, float* sums,
+                  Meanwhile meanwhile) {
     finish_stores();
     if (rows != rows_) configure(rows);
     const int64_t row_bytes = x_stride * int64_t(sizeof(bf16));
     if (rows > 16)
-      two_row_tiles(x, row_bytes, w, depth, sums);
+      two_row_tiles(x, row_bytes, w, depth, sums, meanwhile);
     else
-      one_row_tile(x, row_bytes, w, depth, sums);
+      one_row_tile(x, row_bytes, w, depth, sums, meanwhile);
+    finish_stores();
   }
 
  private:
-  static constexpr int kDepth = 32;         // k in a tile, in 16 pairs
   static constexpr int kColumns = 32;       // in a panel: two tiles of 16
   static constexpr int kPairBytes = 2 * kColumns * sizeof(bf16);  // of a panel, from one pair of k to the next
   static constexpr int kSumBytes = kColumns * sizeof(float);
@@ -77,7 +82,9 @@ class MatrixTiles {
   }
 
   // 17 to 32 rows.
-  static void two_row_tiles(const bf16* x, int64_t row_bytes, const bf16* w, int64_t depth, float* sums) {
+  template <class Meanwhile>
+  static void two_row_tiles(const bf16* x, int64_t row_bytes, const bf16* w, int64_t depth, float* sums,
+                            Meanwhile meanwhile) {
     const bf16* const lower = x + 16 * (row_bytes / int64_t(sizeof(bf16)));
     _tile_zero(0);
     _tile_zero(1);
@@ -93,6 +100,7 @@ class MatrixTiles {
       _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
+      meanwhile(k);
     }
     _tile_stored(0, sums, kSumBytes);
     _tile_stored(1, sums + 16, kSumBytes);
@@ -101,7 +109,9 @@ class MatrixTiles {
   }
 
   // Up to 16 rows.
-  static void one_row_tile(const bf16* x, int64_t row_bytes, const bf16* w, int64_t depth, float* sums) {
+  template <class Meanwhile>
+  static void one_row_tile(const bf16* x, int64_t row_bytes, const bf16* w, int64_t depth, float* sums,
+                           Meanwhile meanwhile) {
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t k = 0; k < depth; k += kDepth) {
@@ -111,6 +121,7 @@ class MatrixTiles {
       _tile_loadd(7, weights + kColumns, kPairBytes);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
+      meanwhile(k);
     }
     _tile_stored(0, sums, kSumBytes);
     _tile_stored(1, sums + 16, kSumBytes);

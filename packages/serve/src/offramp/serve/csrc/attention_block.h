@@ -6,6 +6,7 @@
 
 #include "attention_plan.h"
 #include "parallel.h"
+#include "prefetch.h"
 #include "vec.h"
 
 namespace offramp {
@@ -13,16 +14,6 @@ inline namespace OFFRAMP_ISA {
 
 // Elements of a head with the padding that whole vectors need.
 static inline int padded(int head_dim) { return (head_dim + kLanes - 1) / kLanes * kLanes; }
-
-// Ask for memory that will be read soon. GCC takes a function of nothing but __builtin_prefetch for one that does nothing,
-// and leaves out its calls.
-static inline void prefetch(const void* p) {
-#if defined(__x86_64__)
-  __asm__ volatile("prefetcht0 %0" ::"m"(*static_cast<const char*>(p)));
-#else
-  __builtin_prefetch(p);
-#endif
-}
 
 // One head of one row, and its softmax so far.
 template <class T>

@@ -19,6 +19,7 @@
 
 #include "amx.h"
 #include "parallel.h"
+#include "prefetch.h"
 #include "vec.h"
 
 namespace offramp {
@@ -168,6 +169,8 @@ class VectorTiles {
   }
   static constexpr int kSums = kRows * kPanel;  // rows * panels_for(rows) * kPanel is at most this
 
+  static constexpr bool kLeavesVectorsIdle = false;
+
   void operator()(int rows, int panels, const Operand<T>* x, int64_t x_stride, const T* w, int64_t depth, float* sums) {
     static constexpr auto kOne = table<false>(std::make_integer_sequence<int, kRows>());
     static constexpr auto kSeveral = table<true>(std::make_integer_sequence<int, kRows>());
@@ -202,7 +205,7 @@ enum class Epilogue {
 // Finish one row of one panel: at most `columns` elements of y. Intermediate results are rounded where torch, with a
 // kernel for each operation, would have stored them as T.
 template <Epilogue kEpilogue, class T, class Y>
-static inline void finish(const float* sums, const T* bias, Y* y, int64_t columns) {
+static inline void finish_row(const float* sums, const T* bias, Y* y, int64_t columns) {
   F32 s[2] = {load(sums), load(sums + kLanes)};
   if (bias != nullptr)
     for (int v = 0; v < 2; ++v) s[v] = s[v] + load(bias + v * kLanes);
@@ -223,6 +226,45 @@ static inline void finish(const float* sums, const T* bias, Y* y, int64_t column
   }
 }
 
+// Rows of a tile whose sums are there and whose results are not.
+template <Epilogue kEpilogue, class T, class Y>
+class Unfinished {
+ public:
+  static constexpr int kWidth = kEpilogue == Epilogue::GatedSilu ? kLanes : kPanel;  // columns of y in a panel
+
+  Unfinished(const Linear<T>& map, int64_t y_stride) : map_(map), y_stride_(y_stride) {}
+
+  // y: of the tile's first row
+  void begin(const float* sums, int rows, int panels, int64_t panel, Y* y) {
+    sums_ = sums;
+    left_ = rows;
+    panels_ = panels;
+    panel_ = panel;
+    y_ = y;
+  }
+
+  int rows_per_step(int64_t steps) const { return int((left_ + steps - 1) / steps); }
+
+  void finish(int rows) {
+    for (int stop = std::max(left_ - rows, 0); left_ > stop; --left_, y_ += y_stride_)
+      for (int p = 0; p < panels_; ++p, sums_ += kPanel) {
+        const int64_t column = (panel_ + p) * kWidth;
+        finish_row<kEpilogue>(sums_, map_.bias == nullptr ? nullptr : map_.bias + (panel_ + p) * kPanel, y_ + column,
+                              map_.columns - column);
+      }
+  }
+
+  void finish_all() { finish(left_); }
+
+ private:
+  const Linear<T>& map_;
+  const int64_t y_stride_;
+  const float* sums_ = nullptr;
+  int left_ = 0, panels_ = 0;
+  int64_t panel_ = 0;
+  Y* y_ = nullptr;
+};
+
 // ---- the product ----------------------------------------------------------------------------------------------------
 
 // Bytes of x that are passed over for each panel; they should stay in the second-level cache beside the panels.
@@ -234,13 +276,15 @@ constexpr int64_t kRowBlockBytes = 256 << 10;
 // of T or of float.
 template <Epilogue kEpilogue, class T, class Y>
 void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y, int64_t y_stride, Range panels) {
-  constexpr int kWidth = kEpilogue == Epilogue::GatedSilu ? kLanes : kPanel;  // columns of y in a panel
   constexpr int kTileRows = Tiles<T>::kRows;
   const int64_t depth = map.depth;
   const int64_t fitting = kRowBlockBytes / (depth * int64_t(sizeof(Operand<T>)));
   const int64_t block_rows = std::max<int64_t>(fitting / kTileRows, 1) * kTileRows;
-  alignas(64) float sums[Tiles<T>::kSums];
+  // Sums of one tile are finished while the next one is multiplied.
+  alignas(64) float sums[Tiles<T>::kLeavesVectorsIdle ? 2 : 1][Tiles<T>::kSums];
+  Unfinished<kEpilogue, T, Y> unfinished{map, y_stride};
   Tiles<T> sum_up;
+  int turn = 0;
 
   for (int64_t start = 0; start < rows; start += block_rows) {
     const int64_t block = std::min(block_rows, rows - start);
@@ -266,17 +310,31 @@ void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first = block * tile / tiles;
         const int height = int(block * (tile + 1) / tiles - first);
-        sum_up(height, width, operand + first * stride, stride, weight, depth, sums);
-        for (int r = 0; r < height; ++r)
-          for (int p = 0; p < width; ++p) {
-            const int64_t column = (panel + p) * kWidth;
-            finish<kEpilogue>(sums + (r * width + p) * kPanel,
-                              map.bias == nullptr ? nullptr : map.bias + (panel + p) * kPanel,
-                              y + (start + first + r) * y_stride + column, map.columns - column);
-          }
+        const Operand<T>* const rows_of_tile = operand + first * stride;
+        Y* const result = y + (start + first) * y_stride;
+        if constexpr (Tiles<T>::kLeavesVectorsIdle) {
+          // One tile of rows takes less time than its panel takes to come from memory. More of them would wait for it less
+          // than they would for so many requests.
+          const T* const next = tiles == 1 && panel + 1 < panels.end ? weight + depth * kPanel : nullptr;
+          const int some = unfinished.rows_per_step(depth / Tiles<T>::kDepth);
+          sum_up(height, rows_of_tile, stride, weight, depth, sums[turn], [&](int64_t k) {
+            if (next != nullptr)
+              for (int64_t i = k * kPanel; i < (k + Tiles<T>::kDepth) * kPanel; i += 64 / int64_t(sizeof(T)))
+                prefetch_far(next + i);
+            unfinished.finish(some);
+          });
+          unfinished.finish_all();
+          unfinished.begin(sums[turn], height, width, panel, result);
+          turn ^= 1;
+        } else {
+          sum_up(height, width, rows_of_tile, stride, weight, depth, sums[0]);
+          unfinished.begin(sums[0], height, width, panel, result);
+          unfinished.finish_all();
+        }
       }
       panel += width;
     }
+    unfinished.finish_all();
   }
 }
 
