@@ -17,6 +17,7 @@ from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.config import EngineConfig, SyncPolicy
 from offramp.serve.engine import Engine
+from offramp.serve.model.native import native_library
 from offramp.serve.request.constraint import Constraint
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.request import Request
@@ -29,7 +30,7 @@ MODELS = [
 ]
 TOKENIZER = tiny_tokenizer()
 MAX_MODEL_LEN = 64
-NUM_MIXES = 4
+NUM_MIXES = 12
 
 
 def make_request(name: str, rng: random.Random) -> Request:
@@ -147,4 +148,5 @@ def test_in_any_mix_each_request_says_what_it_says_alone() -> None:
     while number < NUM_MIXES or time.monotonic() < deadline:
         num_compared += run_mix(number)
         number += 1
+    assert num_compared or native_library() is None, "nothing was compared"
     print(f"{number} mixes, {num_compared} requests compared with themselves alone")
