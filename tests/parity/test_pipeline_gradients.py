@@ -70,7 +70,8 @@ def check(case: Case, answers: list[dict[str, Any]], replicas: int) -> None:
             seen.add(name)
             expected = gradients[name] * (1.0 if case.zero_stage else scale)
             error = float((gradient - expected).norm() / expected.norm().clamp(min=1e-3 * report["norm"]))
-            assert error < 1e-6, f"{name}: {error}"
+            # The oracle itself is 2e-6 away from what fp64 gives; that the sums are right in fp64 is tested elsewhere.
+            assert error < 3e-6, f"{name}: {error}"
         assert answer["norm"] == pytest.approx(report["norm"], rel=1e-6)
         assert answer["finite"]
         for kind in ("train", "eval"):

@@ -278,3 +278,14 @@ def test_export_command(checkpoint: Path, tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(OfframpError, match="already exists"):
         main([str(tmp_path / "x.ckpt"), str(tmp_path / "out")])
     assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "out"), "--overwrite"]) == 0
+
+
+def test_a_first_exit_alone_trains_what_lies_below_it(checkpoint: Path, tmp_path: Path) -> None:
+    alone = {"exit_weights": [1.0, 0.0], "final_weight": 0.0}
+    plain = fit(str(checkpoint), str(tmp_path / "plain.ckpt"), module=alone)
+    before = load_checkpoint(checkpoint).model.state_dict()
+    after = load_checkpoint(export_checkpoint(tmp_path / "plain.ckpt", tmp_path / "plain")).model.state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".")[1] for name in moved if name.startswith(("layers.", "exits."))} == {"0", "1"}
+    assert (0, "train/loss_exit_04") not in plain["metrics"]
+    assert (5, "val/loss_exit_04") in plain["metrics"]

@@ -102,3 +102,14 @@ def test_impossible_weights_are_refused() -> None:
         Objective({4: 1.0}, distill=1.5)
     with pytest.raises(OfframpError, match="must not be negative"):
         Objective({2: -1.0, 4: 1.0})
+
+
+def test_layers_above_the_deepest_exit_with_a_weight_are_not_trained_and_have_no_metrics() -> None:
+    objective = Objective({1: 1.0, 2: 0.0, 4: 0.0})
+    assert objective.trained_layers == (1,)
+    assert Objective({1: 0.0, 2: 0.5, 4: 0.0}).trained_layers == (1, 2)
+    sums = ExitSums(objective.layers, CPU)
+    sums.add(1, term_of(6.0, 0.0, 1), torch.tensor(3))
+    assert set(sums.report(objective)) == {"loss", "loss_exit_01", "accuracy_exit_01"}
+    sums.add(4, term_of(6.0, 0.0, 1), torch.tensor(3))  # as in validation, where all of them run
+    assert "loss_exit_04" in sums.report(objective)

@@ -27,6 +27,7 @@ from offramp.common.model.attention import Layout
 from offramp.common.model.exit_head import ExitHead
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+from offramp.train.linear_cross_entropy import linear_cross_entropy
 
 
 class MicroBatch(NamedTuple):
@@ -84,6 +85,12 @@ class Objective:
         """L, the last layer."""
         return self.layers[-1]
 
+    @property
+    def trained_layers(self) -> tuple[int, ...]:
+        """Exit layers up to the deepest one with a weight: layers above it learn nothing and need not run."""
+        deepest = max(layer for layer, weight in self.weights.items() if weight > 0)
+        return tuple(layer for layer in self.layers if layer <= deepest)
+
     def counts(self, batch: MicroBatch) -> Tensor:
         """[X] float64: trained tokens of each exit."""
         return torch.stack([batch.trained(layer).sum() for layer in self.layers]).double()
@@ -135,19 +142,24 @@ class ExitSums:
     def report(self, objective: Objective) -> dict[str, float]:
         """Metrics by name, without a prefix: `loss`, then `loss_exit_06` and `accuracy_exit_06` for each exit.
 
-        Exit losses are cross-entropies in nats per trained token; `loss` is the objective L.
+        Exit losses are cross-entropies in nats per trained token; `loss` is the objective L. An exit without a weight
+        that saw no token (see `Objective.trained_layers`) has no metrics.
         """
         counts = self.values[3]
-        names = [f"{layer:02d}" for layer in self.layers]
-        losses, _, accuracies, _ = (self.values / counts.clamp(min=1)).tolist()
+        means = (self.values / counts.clamp(min=1)).T.tolist()
+        known = {
+            f"{layer:02d}": mean
+            for layer, mean, count in zip(self.layers, means, counts.tolist(), strict=True)
+            if count > 0 or objective.weights[layer] > 0
+        }
         total = sum(
             float(objective.loss(layer, ExitTerm(*self.values[:3, index]), counts))
             for index, layer in enumerate(self.layers)
         )
         return {
             "loss": total,
-            **{f"loss_exit_{name}": loss for name, loss in zip(names, losses, strict=True)},
-            **{f"accuracy_exit_{name}": accuracy for name, accuracy in zip(names, accuracies, strict=True)},
+            **{f"loss_exit_{name}": loss for name, (loss, *_) in known.items()},
+            **{f"accuracy_exit_{name}": accuracy for name, (_, _, accuracy, _) in known.items()},
         }
 
 
@@ -165,14 +177,21 @@ class ExitReader:
     norm: nn.Module | None
     unembedding: Tensor
 
-    def __call__(self, h: Tensor, mask: Tensor, layout: Layout) -> Tensor:
-        """[B, T, D] states, [B, T] mask of N tokens -> [N, V]: prompts and padding never meet the vocabulary."""
+    def state(self, h: Tensor, mask: Tensor, layout: Layout) -> Tensor:
+        """[B, T, D] states, [B, T] mask of N tokens -> [N, D] as the unembedding reads them.
+
+        Prompts and padding never meet the vocabulary.
+        """
         if self.head is not None and self.head.block is not None:
             x = self.head.transform(h, layout)[mask]  # attends over the sequence, so it needs all of it
         else:
             x = h[mask]
             x = x if self.head is None else self.head.transform(x)
-        return F.linear(x if self.norm is None else self.norm(x), self.unembedding)
+        return x if self.norm is None else self.norm(x)
+
+    def __call__(self, h: Tensor, mask: Tensor, layout: Layout) -> Tensor:
+        """As `state`, but logits [N, V]."""
+        return F.linear(self.state(h, mask, layout), self.unembedding)
 
 
 def exit_reader(model: MultiExitTransformer, layer: int) -> ExitReader:
@@ -232,14 +251,21 @@ def exit_losses(
     # The teacher goes first. It is detached rather than made without gradient, since autocast would then hand its
     # weight, cast without a graph, to the students that share it.
     for layer in sorted(states, key=lambda layer: distilled and layer != final):
-        mask = batch.trained(layer)
-        logits = readers[layer](states[layer], mask, layout)
-        known = None if batch.exit_depths is None else batch.trained(final)[mask]
-        term = exit_term(logits, labels[mask], None if layer == final else teacher, known)
-        if distilled and layer == final:
-            teacher = logits.detach()
+        mask, reader = batch.trained(layer), readers[layer]
+        if distilled:
+            logits = reader(states[layer], mask, layout)
+            known = None if batch.exit_depths is None else batch.trained(final)[mask]
+            term = exit_term(logits, labels[mask], None if layer == final else teacher, known)
+            if layer == final:
+                teacher = logits.detach()
+            del logits
+        else:
+            state = reader.state(states[layer], mask, layout)
+            cross_entropy, correct = linear_cross_entropy(state, reader.unembedding, labels[mask])
+            term = ExitTerm(cross_entropy, cross_entropy.new_zeros(()), correct)
+            del state
         sums.add(layer, term, mask.sum())
         loss = objective.loss(layer, term, counts)
-        del logits, term
+        del term
         yield loss
         del loss

@@ -48,7 +48,8 @@ class MultiExitModule(pl.LightningModule):
     Args:
         checkpoint: directory with `config.json`, `exits.json` and, unless `from_scratch`, weights.
         exit_weights: weight of each early exit in the loss, in the order of their layers; 0.3 each if None.
-        final_weight: weight of the final exit.
+        final_weight: weight of the final exit. Layers above the deepest exit with a weight are frozen and, without a
+            pipeline, not run while training.
         distill: share of the divergence to the final exit in the loss of early exits, 0 to 1. Under
             `deepspeed_pipeline` only where all exits lie on the last stage, since others do not see the final logits.
         fill_aware: exit layer -> probability that a target token is frozen there while training; see
@@ -56,6 +57,8 @@ class MultiExitModule(pl.LightningModule):
         freeze: what stays as it is: names of parameters or modules, patterns of names (`layers.*.mlp.*`), or
             `backbone`.
         from_scratch: start with random weights.
+        compile_layers: compile each layer with `torch.compile`, which fuses what is not a matrix product. Needs a C++
+            compiler on CPU, takes a while at the start, and changes rounding.
         seed: of random weights and random exit depths.
         optimizer: learning rates, weight decay and schedule.
     """
@@ -69,6 +72,7 @@ class MultiExitModule(pl.LightningModule):
         fill_aware: dict[int, float] | None = None,
         freeze: list[str] | None = None,
         from_scratch: bool = False,
+        compile_layers: bool = False,
         seed: int = 0,
         optimizer: OptimizerConfig | None = None,
     ) -> None:
@@ -78,7 +82,7 @@ class MultiExitModule(pl.LightningModule):
         self.exit_weights, self.final_weight, self.distill = exit_weights, final_weight, distill
         self.fill_aware = {int(layer): float(share) for layer, share in (fill_aware or {}).items()}
         self.freeze_patterns = list(freeze or ())
-        self.from_scratch, self.seed = from_scratch, seed
+        self.from_scratch, self.compile_layers, self.seed = from_scratch, compile_layers, seed
         self.optimizer_config = optimizer or OptimizerConfig()
         # Exactly one of these two is there after `configure_model`.
         self.model: MultiExitTransformer | None = None
@@ -99,7 +103,10 @@ class MultiExitModule(pl.LightningModule):
         model = source.model.train()
         self._objective = self._make_objective(model.exit_config.layers, model.config.num_layers)
         check_probabilities(self.fill_aware, model.exit_config.layers)
-        freeze_parameters(model, self.freeze_patterns)
+        freeze_parameters(model, [*self.freeze_patterns, *_untrained(model, self._objective)])
+        if self.compile_layers:
+            for block in model.layers:
+                block.compile(dynamic=False)  # in place: names of parameters stay, and all layers share the code
         build_stages = getattr(self.trainer.strategy, "build_stages", None)
         if build_stages is None:
             self.model = model
@@ -168,7 +175,7 @@ class MultiExitModule(pl.LightningModule):
         micro = self.prepare(batch, training=True)
         counts = self.sum_over_ranks(self.objective.counts(micro))
         sums = ExitSums(self.objective.layers, self.device)
-        loss = torch.stack(list(self._losses(micro, counts, sums))).sum()
+        loss = torch.stack(list(self._losses(micro, counts, sums, self.objective.trained_layers))).sum()
         self.log_training(sums, micro.tokens.input_ids.numel())
         return loss * self.trainer.world_size
 
@@ -184,7 +191,7 @@ class MultiExitModule(pl.LightningModule):
         """Add a batch to the sums of this evaluation."""
         micro = self.prepare(batch, training=False)
         sums = ExitSums(self.objective.layers, self.device)
-        for _ in self._losses(micro, torch.ones(len(self.objective.layers)), sums):
+        for _ in self._losses(micro, torch.ones(len(self.objective.layers)), sums, self.objective.layers):
             pass
         self.add_evaluated(sums)
 
@@ -193,12 +200,14 @@ class MultiExitModule(pl.LightningModule):
         """As `validation_step`."""
         self.validation_step(batch, batch_idx)
 
-    def _losses(self, micro: MicroBatch, counts: Tensor, sums: ExitSums) -> Iterator[Tensor]:
+    def _losses(
+        self, micro: MicroBatch, counts: Tensor, sums: ExitSums, exit_layers: tuple[int, ...]
+    ) -> Iterator[Tensor]:
         model = self.model
         assert model is not None
         layout = model.layout(micro.tokens.input_ids, micro.tokens.segment_ids, micro.exit_depths)
         h, depth, states = model.embed(micro.tokens.input_ids), 0, {}
-        for layer in self.objective.layers:
+        for layer in exit_layers:
             h, depth = model.run_layers(h, depth, layer, layout), layer
             states[layer] = h
         readers = {layer: exit_reader(model, layer) for layer in states}
@@ -338,6 +347,13 @@ def freeze_parameters(model: MultiExitTransformer, patterns: list[str]) -> None:
             )
         for parameter in found:
             parameter.requires_grad_(False)
+
+
+def _untrained(model: MultiExitTransformer, objective: Objective) -> list[str]:
+    """Names of modules that only exits without a weight would train."""
+    deepest = objective.trained_layers[-1]
+    names = [f"layers.{layer}" for layer in range(deepest, model.config.num_layers)]
+    return names + [f"exits.{layer}" for layer in model.exit_config.layers if layer > deepest]
 
 
 def _names(pattern: str, name: str) -> bool:
