@@ -70,12 +70,13 @@ def test_what_is_reported_changes_nothing_that_is_said(dtype: str) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("head", ["adapter", "block"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_bits_do_not_depend_on_neighbours_chunks_or_preemption(dtype: str, head: HeadKind) -> None:
+def test_bits_do_not_depend_on_neighbours_chunks_or_preemption(dtype: str, head: HeadKind, quantization: str) -> None:
     loaded(supported_isa_levels()[0])
     model = tiny_model(ExitConfig((1, 2, 3), head))
-    config: dict[str, Any] = {"dtype": dtype, "kernels": "native"}
+    config: dict[str, Any] = {"dtype": dtype, "kernels": "native", "quantization": quantization}
     alone = []
     engine = make_engine(model, prefix_caching=False, **config)
     for request in make_requests(seed=1):

@@ -22,6 +22,7 @@ from offramp.serve.config import DEFAULT_KV_CACHE_BYTES, EngineConfig
         ({"quantile": 1.5}, "quantile 1.5 must be"),
         ({"prefix_caching": "no"}, "prefix_caching 'no' must be true or false"),
         ({"dtype": "fp16"}, "fp32, bf16"),
+        ({"quantization": "int4"}, "none, int8"),
     ],
 )
 def test_refuses_with_the_value_and_the_remedy(settings: dict[str, object], words: str) -> None:

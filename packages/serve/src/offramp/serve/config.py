@@ -22,6 +22,10 @@ SplitRule = Literal["always", "cost"]
 
 Dtype = Literal["fp32", "bf16"]
 
+Quantization = Literal["none", "int8"]
+"""What weights are rounded to when they are loaded. `int8`: the matrices of layers and exits and the unembedding, with
+a scale for every 64 inputs of an output channel; norms, biases and embeddings stay as they are."""
+
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
 
@@ -49,6 +53,7 @@ class EngineConfig:
         group_by_depth: whether iterations run sequences of similar expected exit depth together.
         kernels: what computes the layers; see `Kernels`.
         dtype: of weights, states and KV cache; logits, confidences and sampling are always float32.
+        quantization: of weights, beside `dtype` for all the rest; see `Quantization`.
         num_threads: CPU threads of the engine's operations; None leaves torch's own choice.
     """
 
@@ -66,6 +71,7 @@ class EngineConfig:
     group_by_depth: bool = False
     kernels: Kernels = "auto"
     dtype: Dtype = "fp32"
+    quantization: Quantization = "none"
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -89,6 +95,7 @@ class EngineConfig:
             ("split rule", self.split_rule, get_args(SplitRule)),
             ("choice of kernels", self.kernels, get_args(Kernels)),
             ("dtype", self.dtype, get_args(Dtype)),
+            ("quantization", self.quantization, get_args(Quantization)),
         ):
             if value not in known:
                 raise OfframpError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}.")

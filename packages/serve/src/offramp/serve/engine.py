@@ -124,6 +124,7 @@ class Engine:
                 checkpoint.model,
                 dtype,
                 config.kernels,
+                quantization=config.quantization,
                 release=release_weights,
                 final_shortlist=shortlist if shortlist_head else None,
             )

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any, get_args
 
-from offramp.serve.config import Dtype, EngineConfig, Kernels, SplitRule, SyncPolicy
+from offramp.serve.config import Dtype, EngineConfig, Kernels, Quantization, SplitRule, SyncPolicy
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, queue: bool = True) -> None:
@@ -18,6 +18,11 @@ def add_engine_options(parser: argparse.ArgumentParser, *, queue: bool = True) -
     """
     group = parser.add_argument_group("engine")
     group.add_argument("--dtype", choices=get_args(Dtype), help="of weights, states and KV cache (default: fp32)")
+    group.add_argument(
+        "--quantization",
+        choices=get_args(Quantization),
+        help="round weights as they are loaded: half as much is read for each token (default: none)",
+    )
     group.add_argument(
         "--kernels", choices=get_args(Kernels), help="what computes the layers (default: auto, the fastest that works)"
     )

@@ -55,7 +55,7 @@ class MatrixTiles {
   void operator()(int rows, const bf16* x, int64_t x_stride, const bf16* w, int64_t depth, float* sums,
                   Meanwhile meanwhile) {
     finish_stores();
-    if (rows != rows_) configure(rows);
+    configure(rows);
     const int64_t row_bytes = x_stride * int64_t(sizeof(bf16));
     if (rows > 16)
       two_row_tiles(x, row_bytes, w, depth, sums, meanwhile);
@@ -64,12 +64,13 @@ class MatrixTiles {
     finish_stores();
   }
 
- private:
+ protected:
   static constexpr int kColumns = 32;       // in a panel: two tiles of 16
   static constexpr int kPairBytes = 2 * kColumns * sizeof(bf16);  // of a panel, from one pair of k to the next
   static constexpr int kSumBytes = kColumns * sizeof(float);
 
   void configure(int rows) {
+    if (rows == rows_) return;
     TileConfig config;
     const int upper = rows < 16 ? rows : 16, lower = rows - upper;
     const int heights[8] = {upper, upper, rows > 16 ? lower : upper, rows > 16 ? lower : upper, upper, lower, 16, 16};
@@ -81,6 +82,7 @@ class MatrixTiles {
     rows_ = rows;
   }
 
+ private:
   // 17 to 32 rows.
   template <class Meanwhile>
   static void two_row_tiles(const bf16* x, int64_t row_bytes, const bf16* w, int64_t depth, float* sums,

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "amx.h"
+#include "int8.h"
 #include "parallel.h"
 #include "prefetch.h"
 #include "vec.h"
@@ -43,6 +44,8 @@ template <class T>
 constexpr int kDepthStep = kGroup<T>;
 #endif
 
+static_assert(kScaleDepth % kDepthStep<bf16> == 0, "padding must not begin a group of its own");
+
 template <class T>
 constexpr int64_t padded_depth(int64_t depth) {
   return (depth + kDepthStep<T> - 1) / kDepthStep<T> * kDepthStep<T>;
@@ -65,20 +68,29 @@ constexpr int64_t column_at(int64_t panel, int lane, int64_t columns, bool gated
   return lane < kLanes ? feature : features + feature;
 }
 
-// w [columns, depth] -> packed [num_panels, padded_depth / kGroup, kPanel, kGroup].
+// What rows of x are read as: where bf16 has no dot product they have been widened.
 template <class T>
-void pack_weight(const T* w, int64_t columns, int64_t depth, bool gated, T* packed) {
+using Operand = std::conditional_t<kHasDot, T, float>;
+
+// Neighbouring k in a packed weight of W, for rows of T. Int8 are widened to what the rows are read as.
+template <class T, class W>
+constexpr int kWeightGroup = std::is_same_v<W, T> ? kGroup<T> : kGroup<Operand<T>>;
+
+// w [columns, depth] of T or int8 -> packed [num_panels, padded_depth / group, kPanel, group], for rows of T.
+template <class T, class W>
+void pack_weight(const W* w, int64_t columns, int64_t depth, bool gated, W* packed) {
+  constexpr int kNeighbours = kWeightGroup<T, W>;
   const int64_t padded = padded_depth<T>(depth), panels = num_panels(columns, gated);
 #pragma omp parallel
   {
     const Range range = share(panels, Team::here());
     for (int64_t panel = range.begin; panel < range.end; ++panel) {
-      T* const to = packed + panel * padded * kPanel;
+      W* const to = packed + panel * padded * kPanel;
       for (int lane = 0; lane < kPanel; ++lane) {
         const int64_t column = column_at(panel, lane, columns, gated);
         for (int64_t k = 0; k < padded; ++k) {
           const bool inside = column >= 0 && k < depth;
-          to[(k / kGroup<T> * kPanel + lane) * kGroup<T> + k % kGroup<T>] = inside ? w[column * depth + k] : T{};
+          to[(k / kNeighbours * kPanel + lane) * kNeighbours + k % kNeighbours] = inside ? w[column * depth + k] : W{};
         }
       }
     }
@@ -95,23 +107,37 @@ void pack_bias(const T* bias, int64_t columns, bool gated, T* packed) {
     }
 }
 
-// A packed map. `columns` are the columns of y: N, or F of a gated map.
+// A packed map. `columns` are the columns of y: N, or F of a gated map. Its weight is of T, or of int8 with scales.
 template <class T>
 struct Linear {
-  const T* weight;  // of pack_weight
+  const T* weight;  // of pack_weight; null if it is of int8
   const T* bias;    // of pack_bias, or null
   int64_t depth;    // padded
   int64_t columns;
   bool gated = false;
+  const int8_t* quantized = nullptr;  // of pack_weight
+  const float* scales = nullptr;      // of pack_weight, as if they were a weight [N, num_scales(depth)]
 
   int64_t panels() const { return num_panels(gated ? 2 * columns : columns, gated); }
+
+  const T* panel(int64_t index) const { return weight + index * depth * kPanel; }
+  ScaledPanel scaled_panel(int64_t index) const {
+    return {quantized + index * depth * kPanel, scales + index * num_scales(depth) * kPanel};
+  }
+
+  // The map of `count` columns from the first one of `panel` on.
+  Linear part(int64_t panel, int64_t count) const {
+    Linear map = *this;
+    map.columns = count;
+    if (weight != nullptr) map.weight += panel * depth * kPanel;
+    if (bias != nullptr) map.bias += panel * kPanel;
+    if (quantized != nullptr) map.quantized += panel * depth * kPanel;
+    if (scales != nullptr) map.scales += panel * num_scales(depth) * kPanel;
+    return map;
+  }
 };
 
 // ---- sums of one tile -----------------------------------------------------------------------------------------------
-
-// What rows of x are read as: where bf16 has no dot product they have been widened.
-template <class T>
-using Operand = std::conditional_t<kHasDot, T, float>;
 
 // sums[row][panel][lane] = sum over k of x[row][k] * w[panel][k][lane], by vectors.
 template <class T, int kRows, int kPanels>
@@ -171,24 +197,30 @@ class VectorTiles {
 
   static constexpr bool kLeavesVectorsIdle = false;
 
-  void operator()(int rows, int panels, const Operand<T>* x, int64_t x_stride, const T* w, int64_t depth, float* sums) {
-    static constexpr auto kOne = table<false>(std::make_integer_sequence<int, kRows>());
-    static constexpr auto kSeveral = table<true>(std::make_integer_sequence<int, kRows>());
+  // Weights are `const T*` or a ScaledPanel.
+  template <class Weights>
+  void operator()(int rows, int panels, const Operand<T>* x, int64_t x_stride, Weights w, int64_t depth, float* sums) {
+    static constexpr auto kOne = table<Weights, false>(std::make_integer_sequence<int, kRows>());
+    static constexpr auto kSeveral = table<Weights, true>(std::make_integer_sequence<int, kRows>());
     (panels > 1 ? kSeveral : kOne)[rows - 1](x, x_stride, w, depth, sums);
   }
 
  private:
-  using Kernel = void (*)(const Operand<T>*, int64_t, const T*, int64_t, float*);
+  template <class Weights>
+  using Kernel = void (*)(const Operand<T>*, int64_t, Weights, int64_t, float*);
 
-  template <bool kSeveral, int... kIndex>
-  static constexpr std::array<Kernel, sizeof...(kIndex)> table(std::integer_sequence<int, kIndex...>) {
-    return {&vector_sums<T, kIndex + 1, kSeveral ? panels_for(kIndex + 1) : 1>...};
+  template <class Weights, bool kSeveral, int... kIndex>
+  static constexpr std::array<Kernel<Weights>, sizeof...(kIndex)> table(std::integer_sequence<int, kIndex...>) {
+    if constexpr (std::is_same_v<Weights, ScaledPanel>)
+      return {&scaled_sums<Operand<T>, kIndex + 1, kSeveral ? panels_for(kIndex + 1) : 1>...};
+    else
+      return {&vector_sums<T, kIndex + 1, kSeveral ? panels_for(kIndex + 1) : 1>...};
   }
 };
 
 #if defined(OFFRAMP_AMX)
 template <class T>
-using Tiles = std::conditional_t<std::is_same_v<T, bf16>, MatrixTiles, VectorTiles<T>>;
+using Tiles = std::conditional_t<std::is_same_v<T, bf16>, WideningTiles, VectorTiles<T>>;
 #else
 template <class T>
 using Tiles = VectorTiles<T>;
@@ -284,6 +316,8 @@ void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y
   alignas(64) float sums[Tiles<T>::kLeavesVectorsIdle ? 2 : 1][Tiles<T>::kSums];
   Unfinished<kEpilogue, T, Y> unfinished{map, y_stride};
   Tiles<T> sum_up;
+  const bool quantized = map.quantized != nullptr;
+  WidePanel<Operand<T>> wide;
   int turn = 0;
 
   for (int64_t start = 0; start < rows; start += block_rows) {
@@ -306,7 +340,8 @@ void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y
     const int several = tiles == 1 ? Tiles<T>::panels_for(int(block)) : 1;
     for (int64_t panel = panels.begin; panel < panels.end;) {
       const int width = panel + several <= panels.end ? several : 1;
-      const T* const weight = map.weight + panel * depth * kPanel;
+      const bool shared = quantized && tiles > 1;
+      if (shared) wide.take(map.scaled_panel(panel), depth);
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t first = block * tile / tiles;
         const int height = int(block * (tile + 1) / tiles - first);
@@ -315,19 +350,32 @@ void gemm(const T* x, int64_t rows, int64_t x_stride, const Linear<T>& map, Y* y
         if constexpr (Tiles<T>::kLeavesVectorsIdle) {
           // One tile of rows takes less time than its panel takes to come from memory. More of them would wait for it less
           // than they would for so many requests.
-          const T* const next = tiles == 1 && panel + 1 < panels.end ? weight + depth * kPanel : nullptr;
+          const T* const next = !quantized && tiles == 1 && panel + 1 < panels.end ? map.panel(panel + 1) : nullptr;
           const int some = unfinished.rows_per_step(depth / Tiles<T>::kDepth);
-          sum_up(height, rows_of_tile, stride, weight, depth, sums[turn], [&](int64_t k) {
+          const auto meanwhile = [&](int64_t k) {
             if (next != nullptr)
               for (int64_t i = k * kPanel; i < (k + Tiles<T>::kDepth) * kPanel; i += 64 / int64_t(sizeof(T)))
                 prefetch_far(next + i);
             unfinished.finish(some);
-          });
+          };
+          if (!quantized)
+            sum_up(height, rows_of_tile, stride, map.panel(panel), depth, sums[turn], meanwhile);
+          else if (shared)
+            sum_up(height, rows_of_tile, stride, wide.data(), depth, sums[turn], meanwhile);
+          else
+            sum_up(height, rows_of_tile, stride, map.scaled_panel(panel), depth, sums[turn], meanwhile);
           unfinished.finish_all();
           unfinished.begin(sums[turn], height, width, panel, result);
           turn ^= 1;
         } else {
-          sum_up(height, width, rows_of_tile, stride, weight, depth, sums[0]);
+          if (!quantized)
+            sum_up(height, width, rows_of_tile, stride, map.panel(panel), depth, sums[0]);
+          else if (!shared)
+            sum_up(height, width, rows_of_tile, stride, map.scaled_panel(panel), depth, sums[0]);
+          else if constexpr (std::is_same_v<Operand<T>, T>)
+            sum_up(height, width, rows_of_tile, stride, wide.data(), depth, sums[0]);
+          else
+            VectorTiles<float>()(height, width, rows_of_tile, stride, wide.data(), depth, sums[0]);
           unfinished.begin(sums[0], height, width, panel, result);
           unfinished.finish_all();
         }

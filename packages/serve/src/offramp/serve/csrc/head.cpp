@@ -38,9 +38,7 @@ template <class T>
 void summarize_block(const PaddedRows<T>& x, Range rows, const Linear<T>& map, int64_t block, int64_t num_blocks,
                      LogitsBuffer& logits, Summary* summaries) {
   constexpr int64_t kPanels = kHeadBlock / kPanel;
-  Linear<T> part = map;
-  part.weight += block * kPanels * map.depth * kPanel;
-  part.columns = std::min(kHeadBlock, map.columns - block * kHeadBlock);
+  const Linear<T> part = map.part(block * kPanels, std::min(kHeadBlock, map.columns - block * kHeadBlock));
   if (part.columns < kHeadBlock) logits.fill(-std::numeric_limits<float>::infinity());
   gemm<Epilogue::Store>(x.data() + rows.begin * x.stride(), rows.end - rows.begin, x.stride(), part, logits.row(0),
                         kLogitsStride, Range{0, part.panels()});
@@ -49,16 +47,15 @@ void summarize_block(const PaddedRows<T>& x, Range rows, const Linear<T>& map, i
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> head(const at::Tensor& x, const at::Tensor& packed,
-                                                                int64_t vocab) {
+                                                                int64_t vocab, const OptionalTensor& scales) {
   check_rows(x, "x");
-  check_same_type(x, "x", packed, "packed");
   const int64_t rows = x.size(0), num_blocks = (vocab + kHeadBlock - 1) / kHeadBlock;
   const auto floats = x.options().dtype(at::kFloat);
   const at::Tensor ids = at::empty({rows}, x.options().dtype(at::kLong)), best = at::empty({rows}, floats),
                    second = at::empty({rows}, floats), logsumexp = at::empty({rows}, floats);
   with_type(x, [&](auto type) {
     using T = decltype(type);
-    const Linear<T> map = linear_of<T>(packed, std::nullopt, vocab, false);
+    const Linear<T> map = linear_of<T>(packed, std::nullopt, scales, vocab, false);
     const PaddedRows<T> padded(x, map.depth);
     std::vector<Summary> summaries(rows * num_blocks);
 #pragma omp parallel num_threads(threads_for(rows * map.depth * vocab))
@@ -88,7 +85,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> head(const at::Tensor
 TORCH_LIBRARY_FRAGMENT(OFFRAMP_OPS, m) {
   // x [N, I], packed of [vocab, I] -> token_ids [N] (lowest of equals), best, second, logsumexp [N] fp32; NaN where a
   // logit is.
-  m.def("head(Tensor x, Tensor packed, int vocab) -> (Tensor token_ids, Tensor best, Tensor second, Tensor logsumexp)");
+  m.def(
+      "head(Tensor x, Tensor packed, int vocab, Tensor? scales=None) -> (Tensor token_ids, Tensor best, Tensor second, "
+      "Tensor logsumexp)");
 }
 
 TORCH_LIBRARY_IMPL(OFFRAMP_OPS, CPU, m) { m.impl("head", &offramp::head); }

@@ -12,14 +12,13 @@
 #include <tuple>
 #include <vector>
 
-#include "ops.h"
+#include "packed.h"
 
 namespace offramp {
 inline namespace OFFRAMP_ISA {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 void check_tensor(const Tensor& t, const char* name, at::ScalarType dtype, at::IntArrayRef sizes) {
   TORCH_CHECK(t.is_cpu() && t.is_contiguous(), name, " must be a contiguous tensor on the CPU");
@@ -46,22 +45,38 @@ const T* at_index(const OptionalTensor& stack, int64_t index) {
 
 // A stack of packed maps, with rows of padding only at the end of each.
 struct Stack {
-  const Tensor& weight;  // [L, P, padded depth / group, panel, group]
-  const OptionalTensor& bias;  // [L, P, panel]
+  const Tensor& weight;  // [L, P, padded depth / group, panel, group], of int8 where there are scales
+  const OptionalTensor& bias;    // [L, P, panel]
+  const OptionalTensor& scales;  // [L, P, num_scales(padded depth), panel, 1] fp32
   int64_t inputs, outputs;
   bool gated;
 
   void check(const char* name, at::ScalarType dtype, int64_t layers) const {
-    const int64_t group = dtype == at::kBFloat16 ? kGroup<bf16> : kGroup<float>;
-    const int64_t depth = dtype == at::kBFloat16 ? padded_depth<bf16>(inputs) : padded_depth<float>(inputs);
-    const int64_t panels = num_panels(gated ? 2 * outputs : outputs, gated);
-    check_tensor(weight, name, dtype, {layers, panels, depth / group, kPanel, group});
-    check_optional(bias, name, dtype, {layers, panels, kPanel});
+    if (dtype == at::kBFloat16)
+      check_as<bf16>(name, dtype, layers);
+    else
+      check_as<float>(name, dtype, layers);
   }
 
   template <class T>
   Linear<T> map(int64_t layer) const {
-    return {at_index<const T>(weight, layer), at_index<T>(bias, layer), padded_depth<T>(inputs), outputs, gated};
+    return {scales ? nullptr : at_index<const T>(weight, layer),
+            at_index<T>(bias, layer),
+            padded_depth<T>(inputs),
+            outputs,
+            gated,
+            scales ? at_index<const int8_t>(weight, layer) : nullptr,
+            at_index<float>(scales, layer)};
+  }
+
+ private:
+  template <class T>
+  void check_as(const char* name, at::ScalarType dtype, int64_t layers) const {
+    const int64_t group = scales ? kWeightGroup<T, int8_t> : kGroup<T>;
+    const int64_t panels = num_panels(gated ? 2 * outputs : outputs, gated);
+    check_tensor(weight, name, scales ? at::kChar : dtype, {layers, panels, padded_depth<T>(inputs) / group, kPanel, group});
+    check_optional(bias, name, dtype, {layers, panels, kPanel});
+    check_optional(scales, name, at::kFloat, {layers, panels, num_scales(padded_depth<T>(inputs)), kPanel, 1});
   }
 };
 
@@ -120,18 +135,20 @@ RowPlaces places_of(const Tensor& positions, const Tensor& slots) {
 std::tuple<Tensor, Tensor> run_layers_op(
     const Tensor& x, Tensor cache, const Tensor& positions, const Tensor& slots, const Tensor& sequences,
     const Tensor& block_tables, const Tensor& cos, const Tensor& sin, const Tensor& input_norm, const Tensor& qkv,
-    const OptionalTensor& qkv_bias, const OptionalTensor& query_norm, const OptionalTensor& key_norm, const Tensor& output,
-    const OptionalTensor& output_bias, const Tensor& mlp_norm, const Tensor& gate_up, const OptionalTensor& gate_up_bias,
-    const Tensor& down, const OptionalTensor& down_bias, at::IntArrayRef cache_layers, int64_t start, int64_t stop,
+    const OptionalTensor& qkv_bias, const OptionalTensor& qkv_scales, const OptionalTensor& query_norm,
+    const OptionalTensor& key_norm, const Tensor& output, const OptionalTensor& output_bias,
+    const OptionalTensor& output_scales, const Tensor& mlp_norm, const Tensor& gate_up, const OptionalTensor& gate_up_bias,
+    const OptionalTensor& gate_up_scales, const Tensor& down, const OptionalTensor& down_bias,
+    const OptionalTensor& down_scales, at::IntArrayRef cache_layers, int64_t start, int64_t stop,
     int64_t num_heads, int64_t intermediate, int64_t block_size, int64_t window, double eps) {
   const LayerShape shape = read_shape(x, cache, cos, num_heads, intermediate, window, eps);
   const auto dtype = x.scalar_type();
   const int64_t n = x.size(0), hidden = shape.hidden, layers = input_norm.size(0), head_dim = shape.attention.head_dim;
   check_places(x, cache, positions, slots, cos, sin);
-  const Stack qkv_stack{qkv, qkv_bias, hidden, shape.qkv_size(), false};
-  const Stack output_stack{output, output_bias, shape.query_size(), hidden, false};
-  const Stack gate_up_stack{gate_up, gate_up_bias, hidden, intermediate, true};
-  const Stack down_stack{down, down_bias, intermediate, hidden, false};
+  const Stack qkv_stack{qkv, qkv_bias, qkv_scales, hidden, shape.qkv_size(), false};
+  const Stack output_stack{output, output_bias, output_scales, shape.query_size(), hidden, false};
+  const Stack gate_up_stack{gate_up, gate_up_bias, gate_up_scales, hidden, intermediate, true};
+  const Stack down_stack{down, down_bias, down_scales, intermediate, hidden, false};
   qkv_stack.check("qkv", dtype, layers);
   output_stack.check("output", dtype, layers);
   gate_up_stack.check("gate_up", dtype, layers);
@@ -185,13 +202,14 @@ std::tuple<Tensor, Tensor> run_layers_op(
 
 void write_kv_op(const Tensor& x, Tensor cache, const Tensor& positions, const Tensor& slots, const Tensor& cos,
               const Tensor& sin, const Tensor& input_norm, const Tensor& qkv, const OptionalTensor& qkv_bias,
-              const OptionalTensor& key_norm, int64_t cache_layer, int64_t layer, int64_t num_heads, double eps) {
+              const OptionalTensor& qkv_scales, const OptionalTensor& key_norm, int64_t cache_layer, int64_t layer,
+                 int64_t num_heads, double eps) {
   const LayerShape shape = read_shape(x, cache, cos, num_heads, 0, 0, eps);
   const int64_t n = x.size(0), layers = input_norm.size(0);
   check_places(x, cache, positions, slots, cos, sin);
   check_cache_layer(cache, cache_layer);
   TORCH_CHECK(0 <= layer && layer < layers, "layer ", layer, " is not among the ", layers);
-  const Stack stack{qkv, qkv_bias, shape.hidden, shape.qkv_size(), false};
+  const Stack stack{qkv, qkv_bias, qkv_scales, shape.hidden, shape.qkv_size(), false};
   stack.check("qkv", x.scalar_type(), layers);
   check_tensor(input_norm, "input_norm", x.scalar_type(), {layers, shape.hidden});
   check_optional(key_norm, "key_norm", x.scalar_type(), {layers, shape.attention.head_dim});
@@ -212,12 +230,12 @@ void write_kv_op(const Tensor& x, Tensor cache, const Tensor& positions, const T
 }
 
 void fill_op(const Tensor& x, Tensor cache, const Tensor& positions, const Tensor& slots, const Tensor& cos, const Tensor& sin,
-          const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& key_norm, int64_t first_cache_layer,
-          int64_t start, double eps) {
+          const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& scales, const OptionalTensor& key_norm,
+          int64_t first_cache_layer, int64_t start, double eps) {
   const LayerShape shape = read_shape(x, cache, cos, cache.size(2) / std::max<int64_t>(1, 2 * cos.size(1)), 0, 0, eps);
   const int64_t n = x.size(0), layers = weight.size(0);
   check_places(x, cache, positions, slots, cos, sin);
-  const Stack stack{weight, bias, shape.hidden, 2 * shape.kv_size(), false};
+  const Stack stack{weight, bias, scales, shape.hidden, 2 * shape.kv_size(), false};
   stack.check("weight", x.scalar_type(), layers);
   check_optional(key_norm, "key_norm", x.scalar_type(), {layers, shape.attention.head_dim});
   TORCH_CHECK(0 <= start && start <= layers, "fill starts at ", start, " of ", layers, " layers");
@@ -243,23 +261,26 @@ void fill_op(const Tensor& x, Tensor cache, const Tensor& positions, const Tenso
 
 TORCH_LIBRARY_FRAGMENT(OFFRAMP_OPS, m) {
   // Layers start + 1 .. stop of a stack on states x [N, D] -> the states after them, and those before the last of them.
-  // Every weight is stacked over layers: maps as pack_linear and pack_bias give them, norms as they are. cache_layers
+  // Every weight is stacked over layers: maps as pack_linear (or pack_int8, with scales) and pack_bias give them, norms as
+  // they are. cache_layers
   // says where in the cache [C, slots, 2 * K * E] each layer of the stack has its keys and values; window 0 is all.
   m.def(
       "run_layers(Tensor x, Tensor(a!) cache, Tensor positions, Tensor slots, Tensor sequences, Tensor block_tables, "
-      "Tensor cos, Tensor sin, Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? query_norm, Tensor? key_norm, "
-      "Tensor output, Tensor? output_bias, Tensor mlp_norm, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
-      "Tensor? down_bias, int[] cache_layers, int start, int stop, int num_heads, int intermediate, int block_size, "
-      "int window, float eps) -> (Tensor states, Tensor previous)");
+      "Tensor cos, Tensor sin, Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? qkv_scales, Tensor? query_norm, "
+      "Tensor? key_norm, Tensor output, Tensor? output_bias, Tensor? output_scales, Tensor mlp_norm, Tensor gate_up, "
+      "Tensor? gate_up_bias, Tensor? gate_up_scales, Tensor down, Tensor? down_bias, Tensor? down_scales, "
+      "int[] cache_layers, int start, int stop, int num_heads, int intermediate, int block_size, int window, float eps) "
+      "-> (Tensor states, Tensor previous)");
   // Keys and values of one layer of a stack, and nothing else.
   m.def(
       "write_kv(Tensor x, Tensor(a!) cache, Tensor positions, Tensor slots, Tensor cos, Tensor sin, Tensor input_norm, "
-      "Tensor qkv, Tensor? qkv_bias, Tensor? key_norm, int cache_layer, int layer, int num_heads, float eps) -> ()");
+      "Tensor qkv, Tensor? qkv_bias, Tensor? qkv_scales, Tensor? key_norm, int cache_layer, int layer, int num_heads, "
+      "float eps) -> ()");
   // Keys and values of the layers from `start` to the end of a stack, from states that are normed without a weight.
   // Layer i of the stack has cache layer first_cache_layer + i; its weight is that of its keys, then its values.
   m.def(
       "fill(Tensor x, Tensor(a!) cache, Tensor positions, Tensor slots, Tensor cos, Tensor sin, Tensor weight, "
-      "Tensor? bias, Tensor? key_norm, int first_cache_layer, int start, float eps) -> ()");
+      "Tensor? bias, Tensor? scales, Tensor? key_norm, int first_cache_layer, int start, float eps) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(OFFRAMP_OPS, CPU, m) {

@@ -7,20 +7,44 @@ namespace offramp {
 inline namespace OFFRAMP_ISA {
 namespace {
 
-at::Tensor pack_linear(const at::Tensor& weight, bool gated) {
-  check_type(weight, "weight");
+void check_matrix(const at::Tensor& weight, bool gated) {
   TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && weight.numel() > 0, "weight has shape ", weight.sizes(),
               " and strides ", weight.strides(), "; it must be a contiguous matrix that is not empty");
+  TORCH_CHECK(!gated || weight.size(0) % 2 == 0, "a gated weight has gates and as many ups, not ", weight.size(0),
+              " rows in all");
+}
+
+// A weight of W for rows of T.
+template <class T, class W>
+at::Tensor packed_weight(const at::Tensor& weight, bool gated) {
+  constexpr int kNeighbours = kWeightGroup<T, W>;
   const int64_t columns = weight.size(0), depth = weight.size(1);
-  TORCH_CHECK(!gated || columns % 2 == 0, "a gated weight has gates and as many ups, not ", columns, " rows in all");
-  at::Tensor packed;
-  with_type(weight, [&](auto type) {
-    using T = decltype(type);
-    packed = at::empty({num_panels(columns, gated), padded_depth<T>(depth) / kGroup<T>, kPanel, kGroup<T>},
-                       weight.options());
-    pack_weight(data<const T>(weight), columns, depth, gated, data<T>(packed));
-  });
+  const at::Tensor packed = at::empty(
+      {num_panels(columns, gated), padded_depth<T>(depth) / kNeighbours, kPanel, kNeighbours}, weight.options());
+  pack_weight<T>(data<const W>(weight), columns, depth, gated, data<W>(packed));
   return packed;
+}
+
+at::Tensor pack_linear(const at::Tensor& weight, bool gated) {
+  check_type(weight, "weight");
+  check_matrix(weight, gated);
+  return weight.scalar_type() == at::kBFloat16 ? packed_weight<bf16, bf16>(weight, gated)
+                                               : packed_weight<float, float>(weight, gated);
+}
+
+std::tuple<at::Tensor, at::Tensor> pack_int8(const at::Tensor& weight, const at::Tensor& scales, at::ScalarType rows,
+                                             bool gated) {
+  TORCH_CHECK(weight.is_cpu() && weight.scalar_type() == at::kChar, "weight is of ", weight.scalar_type(), " on ",
+              weight.device(), "; it must be int8 on the CPU");
+  TORCH_CHECK(rows == at::kFloat || rows == at::kBFloat16, "rows are of ", rows, "; float32 and bfloat16 are supported");
+  check_matrix(weight, gated);
+  const int64_t columns = weight.size(0), depth = weight.size(1);
+  TORCH_CHECK(scales.is_cpu() && scales.is_contiguous() && scales.scalar_type() == at::kFloat && scales.dim() == 2 &&
+                  scales.size(0) == columns && scales.size(1) == num_scales(depth),
+              "scales are of ", scales.scalar_type(), " and shape ", scales.sizes(), "; this weight needs float32 of ",
+              columns, " by ", num_scales(depth));
+  return {rows == at::kBFloat16 ? packed_weight<bf16, int8_t>(weight, gated) : packed_weight<float, int8_t>(weight, gated),
+          packed_weight<float, float>(scales, gated)};
 }
 
 at::Tensor pack_bias_tensor(const at::Tensor& bias, bool gated) {
@@ -51,18 +75,13 @@ bool may_run() {
 #endif
 }
 
-void check_input(const at::Tensor& x, const at::Tensor& packed) {
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias, int64_t out_features,
+                  bool keep_fp32, const OptionalTensor& scales) {
   check_rows(x, "x");
-  check_same_type(x, "x", packed, "packed");
-}
-
-at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                  int64_t out_features, bool keep_fp32) {
-  check_input(x, packed);
   at::Tensor y = at::empty({x.size(0), out_features}, keep_fp32 ? x.options().dtype(at::kFloat) : x.options());
   with_type(x, [&](auto type) {
     using T = decltype(type);
-    const Linear<T> map = linear_of<T>(packed, bias, out_features, false);
+    const Linear<T> map = linear_of<T>(packed, bias, scales, out_features, false);
     if (keep_fp32)
       run<Epilogue::Store, T, float>(x, map, y);
     else
@@ -71,13 +90,13 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, const std::opti
   return y;
 }
 
-at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                        int64_t out_features) {
-  check_input(x, packed);
+at::Tensor gated_linear(const at::Tensor& x, const at::Tensor& packed, const OptionalTensor& bias, int64_t out_features,
+                        const OptionalTensor& scales) {
+  check_rows(x, "x");
   at::Tensor y = at::empty({x.size(0), out_features}, x.options());
   with_type(x, [&](auto type) {
     using T = decltype(type);
-    run<Epilogue::GatedSilu, T, T>(x, linear_of<T>(packed, bias, out_features, true), y);
+    run<Epilogue::GatedSilu, T, T>(x, linear_of<T>(packed, bias, scales, out_features, true), y);
   });
   return y;
 }
@@ -110,16 +129,21 @@ TORCH_LIBRARY_FRAGMENT(OFFRAMP_OPS, m) {
   // weight [O, I]; gated: O = 2F, F gates then F ups.
   m.def("pack_linear(Tensor weight, bool gated=False) -> Tensor");
   m.def("pack_bias(Tensor bias, bool gated=False) -> Tensor");
-  // x W^T + b, [N, I] -> [N, O]; keep_fp32 leaves the sums of bf16 products as they are.
-  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool keep_fp32=False) -> Tensor");
+  // A weight of int8 for rows of the type `rows`, and its scales [O, I / 64 rounded up] fp32.
+  m.def("pack_int8(Tensor weight, Tensor scales, ScalarType rows, bool gated=False) -> (Tensor packed, Tensor scales)");
+  // x W^T + b, [N, I] -> [N, O]; keep_fp32 leaves the sums of bf16 products as they are. Scales go with a weight of int8.
+  m.def(
+      "linear(Tensor x, Tensor packed, Tensor? bias, int out_features, bool keep_fp32=False, Tensor? scales=None) -> "
+      "Tensor");
   // silu(gate) * up, [N, I] -> [N, F]
-  m.def("gated_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor");
+  m.def("gated_linear(Tensor x, Tensor packed, Tensor? bias, int out_features, Tensor? scales=None) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor? weight, float eps) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(OFFRAMP_OPS, CPU, m) {
   m.impl("pack_linear", &offramp::pack_linear);
   m.impl("pack_bias", &offramp::pack_bias_tensor);
+  m.impl("pack_int8", &offramp::pack_int8);
   m.impl("linear", &offramp::linear);
   m.impl("gated_linear", &offramp::gated_linear);
   m.impl("rms_norm", &offramp::rms_norm_rows);

@@ -214,6 +214,21 @@ static inline F32 dot2(U32 a, U32 b, F32 sum) {
 #endif
 }
 
+// ---- int8 -----------------------------------------------------------------------------------------------------------
+
+// Widen kLanes int8 to floats.
+static inline F32 load(const int8_t* p) {
+#if defined(OFFRAMP_AVX512)
+  return (F32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(OFFRAMP_AVX2)
+  return (F32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  F32 v;
+  for (int i = 0; i < kLanes; ++i) v[i] = float(p[i]);
+  return v;
+#endif
+}
+
 // ---- reductions and functions ---------------------------------------------------------------------------------------
 
 // Halves are folded onto each other until one lane is left: the order is the same whatever the compiler does.

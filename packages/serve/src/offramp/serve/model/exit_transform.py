@@ -13,7 +13,7 @@ from torch import Tensor
 from offramp.common.model.exit_head import Adapter, ExitHead
 from offramp.common.model.norm import RMSNorm
 from offramp.serve.model import ops
-from offramp.serve.model.linear import ChosenKernels, PackedLinear
+from offramp.serve.model.linear import ChosenKernels, NativeMap, PackedLinear
 from offramp.serve.model.native import native_library
 from offramp.serve.model.stacking import stacked
 
@@ -33,21 +33,24 @@ class ExitTransform:
     With native kernels a row's result does not depend on the rows beside it.
     """
 
-    def __init__(self, head: ExitHead, eps: float, kernels: ChosenKernels) -> None:
+    def __init__(
+        self, head: ExitHead, eps: float, kernels: ChosenKernels, *, int8_for: torch.dtype | None = None
+    ) -> None:
         """Pack.
 
         Args:
             head: without a block.
             eps: of norms.
             kernels: what computes it.
+            int8_for: see `PackedLinear`.
         """
         assert head.block is None
         self._eps, self._rms_norm = eps, row_norm(kernels)
-        self._adapter = None if head.adapter is None else _PackedAdapter(head.adapter, eps, kernels)
+        self._adapter = None if head.adapter is None else _PackedAdapter(head.adapter, eps, kernels, int8_for)
         self._mlp_norm = _weight(head.mlp_norm)
         if head.mlp is not None:
-            self._gated = _GatedLinear(*stacked(head.mlp.gate_proj, head.mlp.up_proj), kernels)
-            self._down = PackedLinear(*stacked(head.mlp.down_proj), kernels=kernels)
+            self._gated = _GatedLinear(*stacked(head.mlp.gate_proj, head.mlp.up_proj), kernels, int8_for)
+            self._down = PackedLinear(*stacked(head.mlp.down_proj), kernels=kernels, int8_for=int8_for)
         self._norm = _weight(head.norm)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -60,16 +63,16 @@ class ExitTransform:
 
 
 class _PackedAdapter:
-    def __init__(self, adapter: Adapter, eps: float, kernels: ChosenKernels) -> None:
+    def __init__(self, adapter: Adapter, eps: float, kernels: ChosenKernels, int8_for: torch.dtype | None) -> None:
         self._eps, self._rms_norm = eps, row_norm(kernels)
         self._norm = adapter.norm.weight.detach()
         self._down: _GatedLinear | None = None
         if adapter.down_proj is not None:
             # SiLU by itself is a gate of something that is always one: no weight, and a bias of one.
             weight = adapter.down_proj.weight.detach()
-            bias = torch.cat((weight.new_zeros(len(weight)), weight.new_ones(len(weight))))
-            self._down = _GatedLinear(torch.cat((weight, torch.zeros_like(weight))), bias, kernels)
-        self._proj = PackedLinear(*stacked(adapter.proj), kernels=kernels)
+            bias = torch.cat((self._norm.new_zeros(len(weight)), self._norm.new_ones(len(weight))))
+            self._down = _GatedLinear(torch.cat((weight, torch.zeros_like(weight))), bias, kernels, int8_for)
+        self._proj = PackedLinear(*stacked(adapter.proj), kernels=kernels, int8_for=int8_for)
 
     def __call__(self, x: Tensor) -> Tensor:
         normed = self._rms_norm(x, self._norm, self._eps)
@@ -82,21 +85,22 @@ class _PackedAdapter:
 class _GatedLinear:
     """silu(gate) * up of one product: [N, I] -> [N, F]. Torch's SiLU rounds by where in a tensor an element lies."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernels: ChosenKernels) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, kernels: ChosenKernels, int8_for: torch.dtype | None
+    ) -> None:
         """Pack a weight [2 * F, I] and a bias [2 * F], those of the gates first."""
         self._features = len(weight) // 2
         library = native_library() if kernels == "native" else None
         self._native = None if library is None else library.ops.gated_linear.default
         self._linear: PackedLinear | None = None
         if library is None:
-            self._linear = PackedLinear(weight, bias, kernels=kernels)
+            self._linear = PackedLinear(weight, bias, kernels=kernels, int8_for=int8_for)
         else:
-            self._weight = library.ops.pack_linear(weight, True)
-            self._bias = None if bias is None else library.ops.pack_bias(bias, True)
+            self._map = NativeMap.pack(library.ops, weight, bias, gated=True, int8_for=int8_for)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._native is not None:
-            return self._native(x, self._weight, self._bias, self._features)
+            return self._native(x, self._map.weight, self._map.bias, self._features, self._map.scales)
         assert self._linear is not None
         return ops.gated_silu(self._linear(x))
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from offramp.common.model.block import Block
 from offramp.common.model.config import ModelConfig
 from offramp.serve import memory
 from offramp.serve.kv_cache.storage import KVStorage
+from offramp.serve.model.linear import NativeMap
 from offramp.serve.model.rows import Rows
 from offramp.serve.model.stacking import fill_weights, stacked
 
@@ -31,6 +33,7 @@ class NativeLayers:
         config: ModelConfig,
         cache_layers: Sequence[int],
         *,
+        int8_for: torch.dtype | None = None,
         release: bool = False,
     ) -> None:
         """Pack.
@@ -40,6 +43,7 @@ class NativeLayers:
             blocks: L of them.
             config: of the model.
             cache_layers: [L] where in the cache each of them has its keys and values.
+            int8_for: see `PackedLinear`.
             release: give up each block's own weights once it is packed.
         """
         self._run_layers, self._write_kv = ops.run_layers.default, ops.write_kv.default
@@ -48,7 +52,7 @@ class NativeLayers:
         self._eps = config.rms_norm_eps
         count = len(blocks)
         input_norm, query_norm, key_norm, mlp_norm = (_Stack(count) for _ in range(4))
-        qkv, output, gate_up, down = (_MapStack(ops, count) for _ in range(4))
+        qkv, output, gate_up, down = (_MapStack(ops, count, int8_for) for _ in range(4))
         for index, block in enumerate(blocks):
             attention, mlp = block.self_attn, block.mlp
             input_norm.put(index, block.input_layernorm.weight)
@@ -61,14 +65,10 @@ class NativeLayers:
             down.put(index, *stacked(mlp.down_proj))
             if release:
                 block.to("meta")
-        self._key_weights = (input_norm.tensor, qkv.weight, qkv.bias, key_norm.tensor)
+        self._key_weights = (input_norm.tensor, *qkv.tensors, key_norm.tensor)
         self._weights = (
-            input_norm.tensor,
-            *(qkv.weight, qkv.bias, query_norm.tensor, key_norm.tensor),
-            *(output.weight, output.bias),
-            mlp_norm.tensor,
-            *(gate_up.weight, gate_up.bias),
-            *(down.weight, down.bias),
+            *(input_norm.tensor, *qkv.tensors, query_norm.tensor, key_norm.tensor, *output.tensors),
+            *(mlp_norm.tensor, *gate_up.tensors, *down.tensors),
         )
 
     def run(self, x: Tensor, rows: Rows, cache: KVStorage, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,15 @@ class NativeLayers:
 class NativeFill:
     """Keys and values of the cache layers above an exit, in one product; see `offramp.serve.model.layers.Fill`."""
 
-    def __init__(self, ops: Any, blocks: Sequence[Block], config: ModelConfig, first: int) -> None:
+    def __init__(
+        self,
+        ops: Any,
+        blocks: Sequence[Block],
+        config: ModelConfig,
+        first: int,
+        *,
+        int8_for: torch.dtype | None = None,
+    ) -> None:
         """Pack.
 
         Args:
@@ -104,14 +112,15 @@ class NativeFill:
             blocks: what the cache layers belong to, ascending.
             config: of the model.
             first: cache layer of the first of them.
+            int8_for: see `PackedLinear`.
         """
         self._fill, self._first, self._eps = ops.fill.default, first, config.rms_norm_eps
-        maps, key_norm = _MapStack(ops, len(blocks)), _Stack(len(blocks))
+        maps, key_norm = _MapStack(ops, len(blocks), int8_for), _Stack(len(blocks))
         for index, block in enumerate(blocks):
-            maps.put(index, *fill_weights(block))
+            maps.put(index, *fill_weights(block, keep_fp32=int8_for is not None))
             norm = block.self_attn.k_norm
             key_norm.put(index, None if norm is None else norm.weight)
-        self._weights = (maps.weight, maps.bias, key_norm.tensor)
+        self._weights = (*maps.tensors, key_norm.tensor)
 
     def write(self, first: int, x: Tensor, rows: Rows, cache: KVStorage) -> None:
         """Fill all cache layers from `first` on; see `Fill.write`."""
@@ -140,20 +149,18 @@ class _Stack:
 
 
 class _MapStack:
-    """Packed linear maps of layers in one weight and one bias."""
+    """Packed linear maps of layers in one weight and, where there are any, one bias and one tensor of scales."""
 
-    def __init__(self, ops: Any, count: int) -> None:
-        self._ops = ops
-        self._weights, self._biases = _Stack(count), _Stack(count)
+    def __init__(self, ops: Any, count: int, int8_for: torch.dtype | None) -> None:
+        self._ops, self._int8_for = ops, int8_for
+        self._stacks = tuple(_Stack(count) for _ in NativeMap._fields)
 
     def put(self, index: int, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
-        self._weights.put(index, self._ops.pack_linear(weight, gated))
-        self._biases.put(index, None if bias is None else self._ops.pack_bias(bias, gated))
+        packed = NativeMap.pack(self._ops, weight, bias, gated=gated, int8_for=self._int8_for)
+        for stack, tensor in zip(self._stacks, packed, strict=True):
+            stack.put(index, tensor)
 
     @property
-    def weight(self) -> Tensor | None:
-        return self._weights.tensor
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self._biases.tensor
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Weight, bias and scales."""
+        return tuple(stack.tensor for stack in self._stacks)

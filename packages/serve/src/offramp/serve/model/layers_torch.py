@@ -5,6 +5,7 @@ Legend: N rows, D model, F feed-forward, H query heads, K key/value heads, E hea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import cast
 
@@ -31,6 +32,7 @@ class TorchLayers:
         cache_layers: Sequence[int],
         *,
         kernels: ChosenKernels,
+        int8_for: torch.dtype | None = None,
         release: bool = False,
     ) -> None:
         """Pack.
@@ -40,11 +42,12 @@ class TorchLayers:
             config: of the model.
             cache_layers: [L] where in the cache each of them has its keys and values.
             kernels: `packed` or `plain`.
+            int8_for: see `PackedLinear`.
             release: give up each block's own weights once it is packed.
         """
         self._layers: list[_TorchLayer] = []
         for block, cache_layer in zip(blocks, cache_layers, strict=True):
-            self._layers.append(_TorchLayer(block, config, cache_layer, kernels))
+            self._layers.append(_TorchLayer(block, config, cache_layer, kernels, int8_for))
             if release:
                 block.to("meta")
 
@@ -61,18 +64,26 @@ class TorchLayers:
 
 
 class _TorchLayer:
-    def __init__(self, block: Block, config: ModelConfig, cache_layer: int, kernels: ChosenKernels) -> None:
+    def __init__(
+        self,
+        block: Block,
+        config: ModelConfig,
+        cache_layer: int,
+        kernels: ChosenKernels,
+        int8_for: torch.dtype | None,
+    ) -> None:
+        linear = functools.partial(PackedLinear, kernels=kernels, int8_for=int8_for)
         attention, mlp = block.self_attn, block.mlp
         self._cache_layer = cache_layer
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._eps = config.rms_norm_eps
         self._input_norm = block.input_layernorm.weight.detach()
-        self._qkv = PackedLinear(*stacked(attention.q_proj, attention.k_proj, attention.v_proj), kernels=kernels)
+        self._qkv = linear(*stacked(attention.q_proj, attention.k_proj, attention.v_proj))
         self._qk_norm = _head_norms(attention, config)
-        self._output = PackedLinear(*stacked(attention.o_proj), kernels=kernels)
+        self._output = linear(*stacked(attention.o_proj))
         self._mlp_norm = block.post_attention_layernorm.weight.detach()
-        self._gate_up = PackedLinear(*stacked(mlp.gate_proj, mlp.up_proj), kernels=kernels)
-        self._down = PackedLinear(*stacked(mlp.down_proj), kernels=kernels)
+        self._gate_up = linear(*stacked(mlp.gate_proj, mlp.up_proj))
+        self._down = linear(*stacked(mlp.down_proj))
 
     def run(self, x: Tensor, rows: Rows, cache: KVStorage) -> Tensor:
         """States [N, D] -> [N, D]."""
@@ -100,7 +111,14 @@ class TorchFill:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], config: ModelConfig, first: int, starts: Sequence[int], *, kernels: ChosenKernels
+        self,
+        blocks: Sequence[Block],
+        config: ModelConfig,
+        first: int,
+        starts: Sequence[int],
+        *,
+        kernels: ChosenKernels,
+        int8_for: torch.dtype | None = None,
     ) -> None:
         """Pack.
 
@@ -110,11 +128,12 @@ class TorchFill:
             first: cache layer of the first of them.
             starts: cache layers after the exits, ascending; the first of them is `first`.
             kernels: `packed` or `plain`.
+            int8_for: see `PackedLinear`.
         """
         self._eps = config.rms_norm_eps
         stops = [*starts[1:], first + len(blocks)]
         self._runs = [
-            _TorchFillRun(blocks[start - first : stop - first], config, start, kernels)
+            _TorchFillRun(blocks[start - first : stop - first], config, start, kernels, int8_for)
             for start, stop in zip(starts, stops, strict=True)
         ]
 
@@ -127,11 +146,20 @@ class TorchFill:
 
 
 class _TorchFillRun:
-    def __init__(self, blocks: Sequence[Block], config: ModelConfig, first: int, kernels: ChosenKernels) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        config: ModelConfig,
+        first: int,
+        kernels: ChosenKernels,
+        int8_for: torch.dtype | None,
+    ) -> None:
         self.first, self._stop = first, first + len(blocks)
         self._num_kv_heads, self._head_dim, self._eps = config.num_kv_heads, config.head_dim, config.rms_norm_eps
-        weights, biases = zip(*(fill_weights(block) for block in blocks), strict=True)
-        self._kv = PackedLinear(torch.cat(weights), None if biases[0] is None else torch.cat(biases), kernels=kernels)
+        folded = (fill_weights(block, keep_fp32=int8_for is not None) for block in blocks)
+        weights, biases = zip(*folded, strict=True)
+        bias = None if biases[0] is None else torch.cat(biases)
+        self._kv = PackedLinear(torch.cat(weights), bias, kernels=kernels, int8_for=int8_for)
         norms = [block.self_attn.k_norm for block in blocks]
         self._key_norm: Tensor | None = None
         if norms[0] is not None:

@@ -7,13 +7,15 @@ There are three kinds of kernels (`Kernels` in `offramp.serve.config`):
   sizes, most in bfloat16). The operators are private to torch, so they are tried once per dtype.
 - plain: `F.linear`, the reference.
 
+Native kernels read a weight of int8 as it is (see `quantization`); the others keep what it stands for.
+
 Legend: N rows, I and O input and output features.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,7 @@ from offramp.serve import memory
 from offramp.serve.config import Kernels
 from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.native import native_library
+from offramp.serve.model.quantization import quantize
 
 ChosenKernels = Literal["native", "packed", "plain"]
 """`Kernels` without `auto`."""
@@ -47,6 +50,46 @@ def choose_kernels(kernels: Kernels, dtype: torch.dtype) -> ChosenKernels:
     return "packed" if kernels in ("auto", "packed") and can_pack(dtype) else "plain"
 
 
+class NativeMap(NamedTuple):
+    """A linear map as the native kernels take it.
+
+    Attributes:
+        weight: packed; int8 where there are scales.
+        bias: packed, or None.
+        scales: packed, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor | None
+
+    @classmethod
+    def pack(
+        cls,
+        ops: Any,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        gated: bool = False,
+        int8_for: torch.dtype | None = None,
+    ) -> NativeMap:
+        """Pack.
+
+        Args:
+            ops: namespace of the C++ operations.
+            weight: [O, I]; gated: those of the gates, then as many ups.
+            bias: [O].
+            gated: whether the ups are to be multiplied by SiLU of the gates.
+            int8_for: round the weight to int8, for inputs of this type; None leaves it as it is, of the inputs' type.
+        """
+        packed_bias = None if bias is None else ops.pack_bias(bias.detach().contiguous(), gated)
+        if int8_for is None:
+            return cls(ops.pack_linear(weight.detach().contiguous(), gated), packed_bias, None)
+        quantized = quantize(weight)
+        packed, scales = ops.pack_int8(quantized.values, quantized.scales, int8_for, gated)
+        return cls(packed, packed_bias, scales)
+
+
 class PackedLinear:
     """y = x W^T + b.
 
@@ -56,33 +99,44 @@ class PackedLinear:
         out_features: O.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, kernels: Kernels = "auto") -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        kernels: Kernels = "auto",
+        int8_for: torch.dtype | None = None,
+    ) -> None:
         """Lay out a weight.
 
         Args:
             weight: [O, I].
-            bias: [O].
+            bias: [O], of the inputs' type.
             kernels: what is to compute it.
+            int8_for: round the weight to int8, for inputs of this type; None leaves it as it is, of the inputs' type.
         """
-        weight = weight.detach().contiguous()
-        bias = None if bias is None else bias.detach().contiguous()
+        weight = weight.detach()
         self.out_features, self.in_features = weight.shape
-        self.kernels: ChosenKernels = "plain" if weight.device.type != "cpu" else choose_kernels(kernels, weight.dtype)
-        self._weight, self._bias = weight, bias
+        on_cpu, dtype = weight.device.type == "cpu", int8_for or weight.dtype
+        self.kernels: ChosenKernels = choose_kernels(kernels, dtype) if on_cpu else "plain"
+        self._scales: Tensor | None = None
         if self.kernels == "native":
             library = native_library()
             assert library is not None
-            self._weight = memory.moved(library.ops.pack_linear(weight))
-            self._bias = None if bias is None else library.ops.pack_bias(bias)
+            packed, self._bias, scales = NativeMap.pack(library.ops, weight, bias, int8_for=int8_for)
+            self._weight = memory.moved(packed)
+            self._scales = None if scales is None else memory.moved(scales)
             # Named overloads, because looking for the right one at each call takes longer than a small product.
             self._linear, self._head = library.ops.linear.default, library.ops.head.default
-        elif self.kernels == "packed":
-            self._weight = _pack(weight)
+            return
+        self._bias = None if bias is None else bias.detach().contiguous()
+        weight = weight.contiguous() if int8_for is None else quantize(weight).dequantized(int8_for)
+        self._weight = _pack(weight) if self.kernels == "packed" else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, I] -> [N, O]."""
         if self.kernels == "native":
-            return self._linear(x, self._weight, self._bias, self.out_features)
+            return self._linear(x, self._weight, self._bias, self.out_features, False, self._scales)
         if self.kernels == "packed":
             return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
@@ -93,13 +147,13 @@ class PackedLinear:
         Native kernels do not round them to the weight's type in between, so that the largest is the one `head` finds.
         """
         if self.kernels == "native":
-            return self._linear(x, self._weight, self._bias, self.out_features, keep_fp32=True)
+            return self._linear(x, self._weight, self._bias, self.out_features, True, self._scales)
         return self(x).float()
 
     def head(self, x: Tensor) -> HeadOutput:
         """Best tokens of rows [N, I], where this is an unembedding."""
         if self.kernels == "native" and self._bias is None:
-            return HeadOutput(*self._head(x, self._weight, self.out_features))
+            return HeadOutput(*self._head(x, self._weight, self.out_features, self._scales))
         return HeadOutput.of(self.logits(x))
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offramp.serve.model.quantization import quantize
+
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 _EPS = 1e-5
 
@@ -60,10 +62,16 @@ def _maps_agree(ops: Any, dtype: torch.dtype) -> bool:
     logits = F.linear(rows.double(), matrix.double())
     best = logits.topk(2).values
     gates, ups = logits.chunk(2, dim=1)
+    quantized = quantize(matrix)
+    int8, scales = ops.pack_int8(quantized.values, quantized.scales, dtype)
     return all(
         _close(ours, exact, dtype)
         for ours, exact in (
             (ops.linear(rows, packed, ops.pack_bias(offset), 70), logits + offset.double()),
+            (
+                ops.linear(rows, int8, None, 70, scales=scales),
+                F.linear(rows.double(), quantized.dequantized(dtype).double()),
+            ),
             (gated, F.silu(gates) * ups),
             (ops.rms_norm(rows, matrix[0].contiguous(), _EPS), _norm(rows.double(), matrix[0].double())),
             (torch.stack(head[1:3], 1), best),
@@ -103,9 +111,9 @@ def _layers_agree(ops: Any, dtype: torch.dtype, shape: _LayerShape) -> bool:
     cache = torch.full((len(layers), 2 * width * shape.block_size, row_size), torch.nan, dtype=dtype)
     input_norm, qkv, output, mlp_norm, gate_up, down = (torch.stack(parts) for parts in zip(*layers, strict=True))
     weights = (
-        *(input_norm, _packed(ops, qkv), None, None, None),
-        *(_packed(ops, output), None, mlp_norm),
-        *(_packed(ops, gate_up, gated=True), None, _packed(ops, down), None),
+        *(input_norm, _packed(ops, qkv), None, None, None, None),
+        *(_packed(ops, output), None, None, mlp_norm),
+        *(_packed(ops, gate_up, gated=True), None, None, _packed(ops, down), None, None),
     )
     exact = [_reference(x.double(), layers, angles, shape) for x in states]
     parts = [[(0, length - 1) for length in _LENGTHS], [(length - 1, length) for length in _LENGTHS]]
@@ -128,9 +136,9 @@ def _layers_agree(ops: Any, dtype: torch.dtype, shape: _LayerShape) -> bool:
     places = (torch.arange(num_rows), torch.arange(num_rows), cos, sin)
     ones, first_key = torch.ones_like(input_norm), shape.num_heads * shape.head_dim
     cache = cache.fill_(torch.nan)
-    ops.write_kv(states[0], cache, *places, ones, _packed(ops, qkv), None, None, 0, 0, shape.num_heads, _EPS)
+    ops.write_kv(states[0], cache, *places, ones, _packed(ops, qkv), None, None, None, 0, 0, shape.num_heads, _EPS)
     alone = cache[0, :num_rows].clone()
-    ops.fill(states[0], cache, *places, _packed(ops, qkv[:, first_key:]), None, None, 0, 0, _EPS)
+    ops.fill(states[0], cache, *places, _packed(ops, qkv[:, first_key:]), None, None, None, 0, 0, _EPS)
     normed = _norm(states[0].double(), ones[0].double())
     keys_values = [F.linear(normed, maps[first_key:].double()) for maps in qkv]
     theirs = torch.stack(

@@ -20,7 +20,7 @@ from offramp.common.model.block import Block
 from offramp.common.model.exit_head import ExitHead
 from offramp.common.model.rope import inverse_frequencies, rotary_tables
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.serve.config import Kernels
+from offramp.serve.config import Kernels, Quantization
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.exit_transform import ExitTransform, row_norm
 from offramp.serve.model.layers import ExitBlock, Fill, Layers
@@ -74,6 +74,7 @@ class PackedModel:
         dtype: torch.dtype,
         kernels: Kernels = "auto",
         *,
+        quantization: Quantization = "none",
         release: bool = False,
         final_shortlist: Sequence[int] | None = None,
     ) -> None:
@@ -83,6 +84,7 @@ class PackedModel:
             model: weights.
             dtype: of weights and states.
             kernels: what is to compute them.
+            quantization: what matrices are rounded to, all but the embeddings.
             release: give the model's own weights up as they are packed, so that they are not in memory twice; the model
                 can then not be run any more.
             final_shortlist: the only tokens that the final exit predicts; None: all.
@@ -90,13 +92,17 @@ class PackedModel:
         Raises:
             OfframpError: if `kernels` is `native` and there are none here.
         """
-        model = model if model.embed_tokens.weight.dtype == dtype else copy.deepcopy(model).to(dtype)
+        # Rounded once: matrices that become int8 are taken as the model has them.
+        model = (
+            model if model.embed_tokens.weight.dtype == dtype else _cast(model, dtype, vectors=quantization == "int8")
+        )
+        self._int8_for = dtype if quantization == "int8" else None
         config = self.config = model.config
         self.dtype = dtype
         on_cpu = model.embed_tokens.weight.device.type == "cpu"
         self.kernels: ChosenKernels = choose_kernels(kernels, dtype) if on_cpu else "plain"
         self._rms_norm = row_norm(self.kernels)
-        self._embedding = model.embed_tokens.weight.detach()
+        self._embedding = model.embed_tokens.weight.detach().to(dtype)
         self.has_exit_blocks = model.exit_config.head == "block"
         final_norm = model.norm.weight.detach()
         heads = {e: cast(ExitHead, model.exits[str(e)]) for e in model.exit_config.layers}
@@ -130,7 +136,7 @@ class PackedModel:
             block_norm = None if head.norm is None or head.block is None else head.norm.weight.detach()
             self.exits[layer] = PackedExit(
                 layer=layer,
-                transform=ExitTransform(head, config.rms_norm_eps, self.kernels) if head.block is None else None,
+                transform=self._pack_transform(head) if head.block is None else None,
                 block=None if block_layers is None else ExitBlock(block_layers, number),
                 norm=final_norm if model.exit_config.head == "final" else block_norm,
                 unembed=unembed if own is None else self.linear(own),
@@ -139,12 +145,12 @@ class PackedModel:
             )
         final = config.num_layers
         if final_shortlist is not None:
-            unembed = ShortlistHead(shared, final_shortlist, self.kernels)
+            unembed = ShortlistHead(shared, final_shortlist, self.kernels, int8_for=self._int8_for)
         self.exits[final] = PackedExit(final, None, None, final_norm, unembed, shared, self.num_cache_layers)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """A linear map that is computed as the model's own are."""
-        return PackedLinear(weight, bias, kernels=self.kernels)
+        return PackedLinear(weight, bias, kernels=self.kernels, int8_for=self._int8_for)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[N] -> [N, D]."""
@@ -185,16 +191,32 @@ class PackedModel:
         assert self._fill is not None, "there are no early exits"
         self._fill.write(self.exits[layer].next_cache_layer, x, rows, cache)
 
+    def _pack_transform(self, head: ExitHead) -> ExitTransform:
+        return ExitTransform(head, self.config.rms_norm_eps, self.kernels, int8_for=self._int8_for)
+
     def _pack_layers(self, blocks: Sequence[Block], cache_layers: Sequence[int], release: bool) -> Layers:
         library = native_library() if self.kernels == "native" else None
         if library is not None:
-            return NativeLayers(library.ops, blocks, self.config, cache_layers, release=release)
-        return TorchLayers(blocks, self.config, cache_layers, kernels=self.kernels, release=release)
+            return NativeLayers(
+                library.ops, blocks, self.config, cache_layers, int8_for=self._int8_for, release=release
+            )
+        return TorchLayers(
+            blocks, self.config, cache_layers, kernels=self.kernels, int8_for=self._int8_for, release=release
+        )
 
     def _pack_fill(self, order: Sequence[Block], starts: Sequence[int]) -> Fill:
         """For cache layers that belong to `order`, after exits whose next cache layers are `starts`."""
         first = starts[0]
         library = native_library() if self.kernels == "native" else None
         if library is not None:
-            return NativeFill(library.ops, order[first:], self.config, first)
-        return TorchFill(order[first:], self.config, first, starts, kernels=self.kernels)
+            return NativeFill(library.ops, order[first:], self.config, first, int8_for=self._int8_for)
+        return TorchFill(order[first:], self.config, first, starts, kernels=self.kernels, int8_for=self._int8_for)
+
+
+def _cast(model: MultiExitTransformer, dtype: torch.dtype, *, vectors: bool) -> MultiExitTransformer:
+    """A copy whose weights are of `dtype`; or only vectors, that is norms and biases."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        if not vectors or parameter.dim() == 1:
+            parameter.data = parameter.data.to(dtype)
+    return model

@@ -18,17 +18,25 @@ from offramp.serve.model.linear import ChosenKernels, PackedLinear
 class ShortlistHead(PackedLinear):
     """D -> V by a product with S rows; every other logit is minus infinity."""
 
-    def __init__(self, unembedding: Tensor, shortlist: Sequence[int], kernels: ChosenKernels) -> None:
+    def __init__(
+        self,
+        unembedding: Tensor,
+        shortlist: Sequence[int],
+        kernels: ChosenKernels,
+        *,
+        int8_for: torch.dtype | None = None,
+    ) -> None:
         """Gather the rows.
 
         Args:
             unembedding: [V, D].
             shortlist: S token ids, each once.
             kernels: what is to compute the product.
+            int8_for: see `PackedLinear`.
         """
         self._tokens = torch.tensor(shortlist, device=unembedding.device)
         self._vocab_size = len(unembedding)
-        super().__init__(unembedding[self._tokens], kernels=kernels)
+        super().__init__(unembedding[self._tokens], kernels=kernels, int8_for=int8_for)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [N, V] in fp32."""

@@ -21,11 +21,13 @@ def stacked(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return torch.cat(weights), torch.cat(biases) if biases else None
 
 
-def fill_weights(block: Block) -> tuple[Tensor, Tensor | None]:
+def fill_weights(block: Block, *, keep_fp32: bool = False) -> tuple[Tensor, Tensor | None]:
     """Weight [2 * K * E, D] and bias of a block's keys and values, for states that are normed without a weight.
 
     All layers above an exit see the same state there, and their input norms differ only by a weight vector. With that
-    folded in, one product with the stacked weights of many layers *fills* them all.
+    folded in, one product with the stacked weights of many layers *fills* them all. `keep_fp32` does not round it to
+    the weight's type, for something else will.
     """
     weight, bias = stacked(block.self_attn.k_proj, block.self_attn.v_proj)
-    return (weight.float() * block.input_layernorm.weight.detach().float()).to(weight.dtype), bias
+    folded = weight.float() * block.input_layernorm.weight.detach().float()
+    return folded if keep_fp32 else folded.to(weight.dtype), bias
