@@ -251,14 +251,14 @@ def test_a_grammar_that_cannot_be_compiled_is_400_and_a_slow_one_holds_nobody_up
         raise OfframpError("the regex cannot be followed: unclosed group.")
 
     engine.on_prepare = prepare
-    asked = {"structured_outputs": {"regex": "("}}
+    language = {"regex": "("}
     front.send("s", max_tokens=100, stream=True)
-    front.send("bad", **asked)
+    front.send("bad", structured_outputs=language)
     front.call()
     (refusal,) = front.pieces["bad"]
     assert refusal.status == 400
     assert json.loads(refusal.body)["error"]["param"] == "structured_outputs"
-    front.send("slow", **asked)
+    front.send("slow", structured_outputs=language)
     front.run("s")
     assert front.text("s").count("data: ") == 101
     assert not front.text("slow")

@@ -71,8 +71,9 @@ def _as_stops(value: object) -> object:
 
 def _as_key(value: object) -> object:
     # The keys of a JSON object are strings.
-    is_number = isinstance(value, str) and len(value) <= MAX_DIGITS and value.isascii() and value.isdecimal()
-    return int(value) if is_number else value
+    if isinstance(value, str) and len(value) <= MAX_DIGITS and value.isascii() and value.isdecimal():
+        return int(value)
+    return value
 
 
 def _as_top_k(value: object) -> object:
