@@ -64,6 +64,18 @@ class Job:
         return Request(request_id, self.prompt, SamplingParams(max_tokens=self.max_tokens, temperature=0), exits)
 
 
+def layer_runs(engine: Engine) -> tuple[list[int], list[int]]:
+    """For each backbone layer, how often it was called, and on how many rows in all."""
+    calls = [0] * engine.checkpoint.config.num_layers
+    rows = list(calls)
+    for record in engine.metrics.records:
+        for run in record.segments:
+            for index in range(run.start, run.stop):
+                calls[index] += 1
+                rows[index] += run.rows
+    return calls, rows
+
+
 def random_jobs(policies: Sequence[ExitPolicy | None], seed: int = 0) -> list[Job]:
     """One job for each policy, with prompts of 1 to 30 tokens and 6 to 20 tokens to generate."""
     generator = torch.Generator().manual_seed(seed)

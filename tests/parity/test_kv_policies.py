@@ -15,7 +15,8 @@ from offramp.common.exits.config import ExitConfig, HeadKind
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.serve.execution.executor import Departure, Executor
+from offramp.serve.execution.departures import Departure
+from offramp.serve.execution.executor import Executor
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.request import Request
 from offramp.serve.request.sampling_params import SamplingParams

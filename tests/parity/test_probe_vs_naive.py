@@ -88,9 +88,9 @@ def test_the_engine_does_not_notice() -> None:
     said = []
     while engine.has_unfinished:
         said += [output.new_token_ids for output in engine.step()]
-        before = engine.num_free_blocks, list(engine.stats.calls)
+        before = engine.num_free_blocks, engine.metrics.totals.row_layers
         engine.probe(TEXT, 1)
-        assert before == (engine.num_free_blocks, engine.stats.calls)
+        assert before == (engine.num_free_blocks, engine.metrics.totals.row_layers)
     assert said == expected
 
 

@@ -18,7 +18,8 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.config import EngineConfig
 from offramp.serve.engine import Engine
-from offramp.serve.execution.executor import Departure, Executor
+from offramp.serve.execution.departures import Departure
+from offramp.serve.execution.executor import Executor
 from offramp.serve.offline import generate
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.output import RequestOutput

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from helpers.engines import MAX_MODEL_LEN, Job, make_engine, random_jobs, run_jobs
+from helpers.engines import MAX_MODEL_LEN, Job, layer_runs, make_engine, random_jobs, run_jobs
 from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
@@ -33,16 +33,14 @@ def test_layers_above_the_exit_are_not_called(sync_policy: str) -> None:
     results = run_jobs(engine, jobs, every=0)
     assert [layers for _, layers in results] == [[4] + [2] * 10] * 2
     # One pass for the prompts, of 5 rows, at full depth; then ten of two rows that end at layer 2.
-    assert engine.stats.calls == [11, 11, 1, 1]
-    assert engine.stats.rows_run == [25, 25, 5, 5]
-    assert engine.stats.rows_filled == 20
+    assert layer_runs(engine) == ([11, 11, 1, 1], [25, 25, 5, 5])
+    assert engine.metrics.totals.filled_rows == 20
 
 
 def test_rows_that_left_are_not_carried_through_the_layers_above() -> None:
     engine = make_engine(tiny_model(EXITS))
     run_jobs(engine, [Job((5, 6, 7), 11, AT_2), Job((8, 9), 11, None)], every=0)
-    assert engine.stats.calls == [11] * 4
-    assert engine.stats.rows_run == [25, 25, 15, 15]
+    assert layer_runs(engine) == ([11] * 4, [25, 25, 15, 15])
 
 
 def test_one_row_at_full_depth_keeps_nobody_inside_under_all() -> None:
@@ -68,8 +66,8 @@ def test_thresholds_that_nothing_exceeds_are_exactly_full_depth(
     full = run_jobs(make_engine(model), [Job(job.prompt, job.max_tokens) for job in jobs])
     engine = make_engine(model, sync_policy=sync_policy)
     assert run_jobs(engine, jobs) == full
-    assert engine.stats.rows_filled == 0
-    assert len(set(engine.stats.rows_run)) == 1
+    assert engine.metrics.totals.filled_rows == 0
+    assert len(set(layer_runs(engine)[1])) == 1
 
 
 def mask(text: str) -> npt.NDArray[np.bool_]:

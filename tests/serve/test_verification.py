@@ -205,7 +205,7 @@ def last(request: Request) -> int:
 
 def draft(request: Request, drafting: Drafting, count: int, logits: torch.Tensor = EXIT_LOGITS) -> None:
     for _ in range(count):
-        request.drafts.append(drafting.say(logits[last(request)], 3, 0.5))
+        request.drafts.append(drafting.draft(logits[last(request)], 3, 0.5))
 
 
 def judge(request: Request, drafting: Drafting) -> tuple[SampledToken, ...]:
@@ -317,7 +317,7 @@ def test_nothing_can_be_chosen_from_logits_that_are_no_numbers(temperature: floa
     request, drafting, _ = begin(temperature=temperature)
     broken = torch.full((NUM_TOKENS,), torch.nan)
     with pytest.raises(NoTokenError):
-        drafting.say(broken, 3, 0.5)
+        drafting.draft(broken, 3, 0.5)
     draft(request, drafting, 1)
     with pytest.raises(NoTokenError):
         drafting.judge(torch.stack((broken, FULL_LOGITS[0])))

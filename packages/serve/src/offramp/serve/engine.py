@@ -25,7 +25,7 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.tokenizer import load_tokenizer
 from offramp.serve.config import EngineConfig
-from offramp.serve.execution.executor import Executor, ExecutorStats
+from offramp.serve.execution.executor import Executor
 from offramp.serve.execution.exit_test import ExitRules, RequestExits
 from offramp.serve.execution.kv_policy import exit_policy
 from offramp.serve.kv_cache.block_pool import BlockPool
@@ -40,7 +40,7 @@ from offramp.serve.request.iteration_result import IterationResult
 from offramp.serve.request.output import RequestOutput
 from offramp.serve.request.request import Request, RequestStatus
 from offramp.serve.sampling.constraint import Constraints
-from offramp.serve.sampling.iteration_results import IterationResults, Voice
+from offramp.serve.sampling.iteration_results import DecodingState, IterationResults
 from offramp.serve.sampling.sampler import SamplingState
 from offramp.serve.scheduling.scheduler import Scheduler
 from offramp.serve.scheduling.scheduler_output import SchedulerOutput
@@ -58,13 +58,13 @@ class _Live:
 
     Attributes:
         exits: the exits its tokens may take where they are sure; None: none.
-        voice: what choosing its tokens needs.
+        decoding: what choosing its tokens needs.
         text: its text so far; None without a tokenizer.
         piece: text that has become certain in this iteration.
     """
 
     exits: RequestExits | None
-    voice: Voice
+    decoding: DecodingState
     text: TextStream | None
     piece: str = ""
 
@@ -220,11 +220,6 @@ class Engine:
         """What the iterations did, and where their time went."""
         return self._recorder.metrics
 
-    @property
-    def stats(self) -> ExecutorStats:
-        """What was really run, layer by layer."""
-        return self._executor.stats
-
     def check(self, request: Request) -> None:
         """Raise `OfframpError` if this engine can never run a request, as far as can be told at once.
 
@@ -271,7 +266,7 @@ class Engine:
         text = None if self._tokenizer is None else TextStream(cast(Decoder, self._tokenizer), request.sampling.stop)
         self._recorder.arrived(request.request_id)
         self._live[request.request_id] = _Live(
-            exits, Voice(SamplingState(request, constraint), self.checkpoint.config.num_layers), text
+            exits, DecodingState(SamplingState(request, constraint), self.checkpoint.config.num_layers), text
         )
 
     def cancel(self, request_id: str) -> bool:
@@ -340,13 +335,13 @@ class Engine:
         """Run the model and choose tokens; requests for which that fails end as failed."""
         items = output.scheduled
         live = [self._live[item.request.request_id] for item in items]
-        voices = [entry.voice for entry in live]
-        results = IterationResults(voices, self.checkpoint.config.num_layers, self._scheduler.fail)
+        states = [entry.decoding for entry in live]
+        results = IterationResults(states, self.checkpoint.config.num_layers, self._scheduler.fail)
         asks_prompts = any(item.request.sampling.prompt_logprobs is not None for item in items)
         departures = self._executor.run(
             items,
             [entry.exits for entry in live],
-            [voice.needs_logits for voice in voices],
+            [state.needs_logits for state in states],
             results.add_prompt if asks_prompts else None,
         )
         results.add(departures)

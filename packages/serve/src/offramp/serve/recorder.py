@@ -105,6 +105,7 @@ class Recorder:
                 prefill_rows=output.num_tokens - decode_rows,
                 filled_rows=trace.filled_rows,
                 pending_rows=trace.pending_rows,
+                vetoed_rows=trace.vetoed_rows,
                 new_tokens=self._new_tokens,
                 token_layers=self._token_layers,
                 preemptions=len(output.preempted),

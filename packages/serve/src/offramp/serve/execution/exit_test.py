@@ -40,13 +40,13 @@ class ExitRule:
         measure: confidence measure.
         heads: exit layer -> D -> V; the rows of that exit's unembedding which the measure looks at, the very
             `PackedExit.unembed` if it is all of them. Empty for `cosine`, which looks at states.
-        may_say: [vocabulary] bool, the shortlist: a row that is sure stays inside if its best token of all is outside.
-            None: any token may be said.
+        on_shortlist: [vocabulary] bool: a row that is sure stays inside if its best token of all is not on the
+            shortlist. None: there is none.
     """
 
     measure: Measure
     heads: dict[int, PackedLinear]
-    may_say: Tensor | None = None
+    on_shortlist: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class RequestExits:
         """What the confidence of the request's next token must exceed at each of `layers`, the model's early exits."""
         if self.levels is not None:
             return self.levels
-        # Drafts count: they are what the token would be said after.
+        # Drafts count: the token would follow them.
         step, max_steps = request.num_tokens - request.num_prompt_tokens, request.sampling.max_tokens
         return [self.policy.threshold(layer, step, max_steps) for layer in layers]
 
@@ -93,7 +93,7 @@ class ExitRules:
         key = (policy.measure, policy.shortlist)
         rule = self._rules.get(key)
         if rule is None:
-            rule = self._rules[key] = ExitRule(policy.measure, self._heads(policy, layers), self._may_say(policy))
+            rule = self._rules[key] = ExitRule(policy.measure, self._heads(policy, layers), self._on_shortlist(policy))
             if len(self._rules) > _MAX_RULES:
                 self._rules.popitem(last=False)
         self._rules.move_to_end(key)
@@ -102,12 +102,12 @@ class ExitRules:
             policy, rule, tuple(policy.threshold(layer, 0, 1) for layer in layers) if constant else None
         )
 
-    def _may_say(self, policy: ExitPolicy) -> Tensor | None:
+    def _on_shortlist(self, policy: ExitPolicy) -> Tensor | None:
         if policy.shortlist is None or policy.measure == "cosine":
             return None
-        may_say = torch.zeros(self._model.config.vocab_size, dtype=torch.bool)
-        may_say[list(policy.shortlist)] = True
-        return may_say
+        on_shortlist = torch.zeros(self._model.config.vocab_size, dtype=torch.bool)
+        on_shortlist[list(policy.shortlist)] = True
+        return on_shortlist
 
     def _heads(self, policy: ExitPolicy, layers: Sequence[int]) -> dict[int, PackedLinear]:
         exits = self._model.exits
@@ -220,10 +220,10 @@ class IterationExits:
         """[I] requests that `layer` is open to, or that were sure already at an exit before it."""
         return (self._levels[layer] < _NEVER) | self.sure
 
-    def may_say(self, item: int) -> Tensor | None:
+    def on_shortlist(self, item: int) -> Tensor | None:
         """The shortlist of a request; see `ExitRule`."""
         allowed = self._exits[item]
-        return None if allowed is None else allowed.rule.may_say
+        return None if allowed is None else allowed.rule.on_shortlist
 
     def test(
         self,
@@ -250,7 +250,7 @@ class IterationExits:
         numbers = self._rule_numbers[items]
         for number, rule in enumerate(self._rules):
             mine = np.flatnonzero(numbers == number)
-            if rule.measure in ("max_probability", "margin") and rule.may_say is None:
+            if rule.measure in ("max_probability", "margin") and rule.on_shortlist is None:
                 # A row goes one way or the other by its own needs, never by its neighbours'.
                 whole = self._needs_logits[items[mine]]
                 parts = [mine[whole], mine[~whole]]

@@ -42,11 +42,13 @@ class Trace:
         segments: the layers that ran.
         filled_rows: rows whose skipped layers were filled.
         pending_rows: rows that had left earlier and were carried on from there.
+        vetoed_rows: rows that had left and went on, because their best token is not on their shortlist.
     """
 
     segments: list[SegmentRun] = field(default_factory=list)
     filled_rows: int = 0
     pending_rows: int = 0
+    vetoed_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class IterationRecord:
         prefill_rows: known tokens: of prompts, and of answers that run again after a preemption.
         filled_rows: rows whose skipped layers were filled.
         pending_rows: rows that had left earlier and were carried on from there by a deeper pass.
+        vetoed_rows: rows that had left and went on, because their best token is not on their shortlist.
         new_tokens: tokens handed to requests.
         token_layers: layers run for those tokens, all together.
         preemptions: requests that lost their blocks before it.
@@ -94,6 +97,7 @@ class IterationRecord:
     prefill_rows: int = 0
     filled_rows: int = 0
     pending_rows: int = 0
+    vetoed_rows: int = 0
     new_tokens: int = 0
     token_layers: int = 0
     preemptions: int = 0
@@ -126,6 +130,7 @@ class Totals:
     prefill_rows: int = 0
     filled_rows: int = 0
     pending_rows: int = 0
+    vetoed_rows: int = 0
     new_tokens: int = 0
     token_layers: int = 0
     preemptions: int = 0
@@ -149,6 +154,7 @@ class Totals:
         self.prefill_rows += record.prefill_rows
         self.filled_rows += record.filled_rows
         self.pending_rows += record.pending_rows
+        self.vetoed_rows += record.vetoed_rows
         self.new_tokens += record.new_tokens
         self.token_layers += record.token_layers
         self.preemptions += record.preemptions

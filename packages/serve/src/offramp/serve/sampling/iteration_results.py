@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offramp.serve.execution.executor import Departure
+from offramp.serve.execution.departures import Departure
 from offramp.serve.request.iteration_result import IterationResult, SampledToken, TokenLogprobs
 from offramp.serve.request.request import Request
 from offramp.serve.sampling.sampler import Sample, SamplingState, prompt_logprobs, sample
@@ -34,7 +34,7 @@ class Fail(Protocol):
         ...
 
 
-class Voice:
+class DecodingState:
     """What has to be known of one request to choose its tokens.
 
     Attributes:
@@ -49,7 +49,7 @@ class Voice:
 
     @property
     def request(self) -> Request:
-        """Whose voice."""
+        """Whose tokens."""
         return self.sampling.request
 
     @property
@@ -65,15 +65,15 @@ class IterationResults:
         by_id: request id -> what it got.
     """
 
-    def __init__(self, voices: Sequence[Voice], num_layers: int, fail: Fail) -> None:
+    def __init__(self, states: Sequence[DecodingState], num_layers: int, fail: Fail) -> None:
         """Start with nothing.
 
         Args:
-            voices: of the iteration's requests.
+            states: of the iteration's requests.
             num_layers: L.
             fail: told of requests that cannot go on.
         """
-        self._voices = voices
+        self._states = states
         self._num_layers = num_layers
         self._fail = fail
         self._prompts: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
@@ -82,7 +82,7 @@ class IterationResults:
 
     def add_prompt(self, item: int, start: int, logits: Tensor) -> None:
         """Take in the logits [N, V] of rows of a prompt from position `start` on (`executor.PromptLogits`)."""
-        request = self._voices[item].request
+        request = self._states[item].request
         number = request.sampling.prompt_logprobs
         assert number is not None
         if item in self._failed:
@@ -111,25 +111,25 @@ class IterationResults:
                     self._end(item, fault, departure.exit_layer)
         for item, parts in self._prompts.items():
             if item not in self._failed:
-                request_id = self._voices[item].request.request_id
+                request_id = self._states[item].request.request_id
                 result = self.by_id.get(request_id, IterationResult())
                 self.by_id[request_id] = replace(result, prompt_logprobs=tuple(parts))
 
     def _is_plain(self, item: int, layer: int) -> bool:
         """Whether a row's token is handed out as it is chosen."""
-        drafting = self._voices[item].drafting
+        drafting = self._states[item].drafting
         # The first token, which the prompt's last row says, and one after which no draft waits.
-        return drafting is None or (layer == self._num_layers and not self._voices[item].request.drafts)
+        return drafting is None or (layer == self._num_layers and not self._states[item].request.drafts)
 
     def _end(self, item: int, fault: Exception, layer: int) -> None:
-        voice = self._voices[item]
-        request_id = voice.request.request_id
+        state = self._states[item]
+        request_id = state.request.request_id
         self._failed.add(item)
         if not isinstance(fault, NoTokenError):
             log.error("request %s failed", request_id, exc_info=fault)
             self._fail(request_id, f"no token can be chosen: {type(fault).__name__}: {fault}")
-        elif voice.sampling.fault is not None:
-            self._fail(request_id, voice.sampling.fault)
+        elif state.sampling.fault is not None:
+            self._fail(request_id, state.sampling.fault)
         else:
             self._fail(
                 request_id,
@@ -149,7 +149,7 @@ class IterationResults:
             return
         assert departure.logits is not None
         logits = departure.logits if len(places) == len(departure.items) else departure.logits[places]
-        states = [self._voices[departure.items[place]].sampling for place in places]
+        states = [self._states[departure.items[place]].sampling for place in places]
         try:
             chosen = sample(logits, states)
         except Exception as fault:
@@ -168,12 +168,12 @@ class IterationResults:
             self._end(item, NoTokenError(), layer)
             return
         token = SampledToken(chosen.token_id, layer, departure.confidence[place], chosen.logprobs)
-        self.by_id[self._voices[item].request.request_id] = IterationResult((token,))
+        self.by_id[self._states[item].request.request_id] = IterationResult((token,))
 
     def _draft_or_judge(self, departure: Departure, item: int, places: Sequence[int]) -> None:
-        """A token said by an early exit, to be judged later; or drafts that the full model has read now."""
-        voice, layer = self._voices[item], departure.exit_layer
-        drafting, head, logits = voice.drafting, departure.head, departure.logits
+        """A token of an early exit, to be judged later; or drafts that the full model has read now."""
+        state, layer = self._states[item], departure.exit_layer
+        drafting, head, logits = state.drafting, departure.head, departure.logits
         assert drafting is not None
         choices: list[int] = []
         if head is not None:
@@ -182,14 +182,14 @@ class IterationResults:
                 raise NoTokenError
             choices = head.token_ids[index].tolist()
         if layer == self._num_layers:
-            assert len(places) == len(voice.request.drafts) + 1, "every draft has a row, and the newest token"
+            assert len(places) == len(state.request.drafts) + 1, "every draft has a row, and the newest token"
             tokens = drafting.judge_choices(choices) if logits is None else drafting.judge(logits[places])
-            self.by_id[voice.request.request_id] = IterationResult(tokens)
+            self.by_id[state.request.request_id] = IterationResult(tokens)
             return
         (place,) = places
         confidence = departure.confidence[place]
         if logits is None:
             draft = SampledToken(choices[0], layer, confidence)
         else:
-            draft = drafting.say(logits[place], layer, confidence)
-        self.by_id[voice.request.request_id] = IterationResult(draft=draft)
+            draft = drafting.draft(logits[place], layer, confidence)
+        self.by_id[state.request.request_id] = IterationResult(draft=draft)

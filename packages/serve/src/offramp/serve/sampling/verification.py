@@ -118,7 +118,7 @@ class Drafting:
         request = self._request
         return self._sampling.needs_logits or len(request.output_token_ids) < request.sampling.min_tokens
 
-    def say(self, logits: Tensor, exit_layer: int, confidence: float | None) -> SampledToken:
+    def draft(self, logits: Tensor, exit_layer: int, confidence: float | None) -> SampledToken:
         """Choose the next draft.
 
         Args:
@@ -161,13 +161,13 @@ class Drafting:
             lambda index, purpose: sampling.uniform(first + index, purpose),
         )
         self._proposals.clear()
-        said = self._said(verdict)
+        accepted = self._accepted(verdict)
         number = params.logprobs
         if number is None:
-            return said
+            return accepted
         return tuple(
             replace(token, logprobs=logprobs(row, token.token_id, number))
-            for row, token in zip(logits, said, strict=False)
+            for row, token in zip(logits, accepted, strict=False)
         )
 
     def judge_choices(self, choices: Sequence[int]) -> tuple[SampledToken, ...]:
@@ -176,7 +176,7 @@ class Drafting:
         Args:
             choices: P + 1, the tokens of the largest raw logits of the full model's rows, as for `judge`.
         """
-        return self._said(judge_greedily([draft.token_id for draft in self._request.drafts], choices))
+        return self._accepted(judge_greedily([draft.token_id for draft in self._request.drafts], choices))
 
     def _distribution(self, logits: Tensor, index: int) -> Distribution:
         found = distribution(logits, self._sampling, index)
@@ -184,7 +184,7 @@ class Drafting:
             raise NoTokenError
         return found
 
-    def _said(self, verdict: Verdict) -> tuple[SampledToken, ...]:
+    def _accepted(self, verdict: Verdict) -> tuple[SampledToken, ...]:
         """A draft that stays counts as said by its exit, the full model's own token as said by the last layer."""
         return (*self._request.drafts[: verdict.num_kept], SampledToken(verdict.token_id, self._num_layers))
 

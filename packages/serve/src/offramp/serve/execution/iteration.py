@@ -1,0 +1,91 @@
+"""What does not change while an iteration runs.
+
+Legend: I requests of the iteration, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offramp.serve.execution.exit_test import IterationExits, RequestExits
+from offramp.serve.execution.kept_tokens import KeptTokens
+from offramp.serve.execution.kv_policy import carries_on
+from offramp.serve.execution.sweep import Mask
+from offramp.serve.model.packed import PackedModel
+from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The requests of one iteration, and what their rows may do.
+
+    Attributes:
+        scheduled: I.
+        exits: of their newest rows.
+        needs_logits: [I] requests whose tokens take more than the largest logit.
+        is_judged: [I] requests whose kept rows are judged by the full model.
+        carrying: indices of requests whose rows may be kept.
+        pauses: exits at which something may happen, ascending.
+        num_layers: L.
+    """
+
+    scheduled: Sequence[ScheduledRequest]
+    exits: IterationExits
+    needs_logits: Mask
+    is_judged: Mask
+    carrying: list[int]
+    pauses: list[int]
+    num_layers: int
+
+    @classmethod
+    def of(
+        cls,
+        scheduled: Sequence[ScheduledRequest],
+        exits: Sequence[RequestExits | None],
+        needs_logits: Mask,
+        bounds: Sequence[int],
+        model: PackedModel,
+        kept: KeptTokens,
+    ) -> Iteration:
+        """Plan an iteration.
+
+        Args:
+            scheduled: I.
+            exits: for each of them, the exits its generated tokens may take where they are sure; None: none.
+            needs_logits: [I].
+            bounds: layers at which some row leaves, whatever it is sure of.
+            model: whose exits.
+            kept: tokens that wait for a deeper pass.
+        """
+        requests = [item.request for item in scheduled]
+        is_decode = [item.phase is Phase.DECODE for item in scheduled]
+        allowed = [
+            point if decodes and not request.runs_full_depth else None
+            for point, decodes, request in zip(exits, is_decode, requests, strict=True)
+        ]
+        gate = IterationExits(model, requests, allowed, needs_logits)
+        carrying = [
+            index
+            for index, (request, decodes) in enumerate(zip(requests, is_decode, strict=True))
+            if decodes and carries_on(request)
+        ]
+        if model.has_exit_blocks:
+            # The block of a head attends over the sequence, so every token that passes it leaves keys and values there,
+            # whether it is tested or not, and for whichever request reads them later.
+            pauses = set(model.exits)
+        else:
+            pauses = {*gate.layers, *bounds}
+            for index in carrying:
+                pauses.update(kept.depths(requests[index].request_id))
+        is_judged = np.zeros(len(scheduled), dtype=np.bool_)
+        for index in carrying:
+            is_judged[index] = requests[index].exits.kv_policy == "verify"
+        num_layers = model.config.num_layers
+        return cls(scheduled, gate, needs_logits, is_judged, carrying, sorted(pauses - {num_layers}), num_layers)
+
+    def owner(self, item: int) -> str:
+        """Id of a request."""
+        return self.scheduled[item].request.request_id
