@@ -20,7 +20,7 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.common.hf import write_weights
 
 EXITS = ExitConfig((1, 3), "adapter", adapter_dim=5)
-POLICY = ExitPolicy("margin", {1: 0.9, 3: 0.4}, min_layer=1, decay=2.0, shortlist=(4, 9))
+POLICY = ExitPolicy("margin", {1: 0.9, 3: 0.4}, min_layer=1, decay=2.0, shortlist=(4, 9), shortlist_only=True)
 
 
 @pytest.fixture

@@ -113,6 +113,8 @@ def test_policy_survives_json(**fields: Any) -> None:
         ({"decay": math.nan}, "decay nan must be 0 or more"),
         ({"shortlist": (7,)}, "at least 2"),
         ({"shortlist": (7, 8, 7)}, "names a token twice"),
+        ({"shortlist_only": True}, "needs a shortlist"),
+        ({"shortlist": (7, 8), "shortlist_only": 1}, "must be true or false"),
     ],
 )
 def test_a_wrong_policy_is_refused(fields: dict[str, Any], message: str) -> None:

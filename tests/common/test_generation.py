@@ -125,6 +125,24 @@ def test_a_token_outside_the_shortlist_cannot_exit() -> None:
         assert (result.token_ids[step], result.exit_layers[step]) == (best[leaves_at], leaves_at)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("measure", ["margin", "cosine"])
+def test_a_shortlist_alone_says_what_leaves(measure: Measure) -> None:
+    model = tiny_model(EXITS)
+    shortlist = tuple(range(20, 200, 3))
+    policy = ExitPolicy(measure, dict.fromkeys((1, 2), -1.0), shortlist=shortlist, shortlist_only=True)
+    result = generate(model, PROMPT, 20, policy=policy)
+    assert result.exit_layers == [4] + [1] * 19
+    others = 0
+    for step in range(1, 20):
+        ids = torch.tensor([PROMPT + result.token_ids[:step]])
+        depths = torch.tensor([[4] * len(PROMPT) + result.exit_layers[1:step] + [4]])
+        logits = model(ids, model.layout(ids, exit_depths=depths)).logits[1][0, -1]
+        assert result.token_ids[step] == shortlist[int(logits[list(shortlist)].argmax())]
+        others += int(logits.argmax()) not in shortlist
+    assert others > 3
+
+
 def test_a_shortlist_is_nothing_to_a_measure_of_states() -> None:
     model = tiny_model(EXITS)
     policy = ExitPolicy("cosine", {1: 0.8, 3: 0.5})

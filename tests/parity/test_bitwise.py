@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,15 @@ from offramp.serve.request.request import Request
 from offramp.serve.request.sampling_params import SamplingParams
 
 MARGIN = ExitPolicy("margin", {1: 0.3, 2: 0.3, 3: 0.3})
+SHORTLIST = ExitPolicy("margin", {1: 0.2, 2: 0.2, 3: 0.2}, shortlist=tuple(range(3, 200)))
 OPTIONS = [
     ExitOptions("fill", MARGIN),
     ExitOptions("fill", ExitPolicy("cosine", {1: 0.6, 2: 0.6, 3: 0.6})),
     ExitOptions("recompute", MARGIN, max_pending=3),
     ExitOptions("verify", MARGIN, max_pending=3),
-    ExitOptions("recompute", ExitPolicy("margin", {1: 0.2, 2: 0.2, 3: 0.2}, shortlist=tuple(range(3, 200)))),
+    ExitOptions("recompute", SHORTLIST),
+    ExitOptions("verify", SHORTLIST, max_pending=3),
+    ExitOptions("fill", replace(SHORTLIST, shortlist_only=True)),
     ExitOptions("static", static_layer=2),
     ExitOptions("full"),
 ]
@@ -85,7 +89,7 @@ def test_bits_do_not_depend_on_neighbours_chunks_or_preemption(dtype: str, head:
         alone.append(said(request))
     assert {layer for _, layers, _, _ in alone for layer in layers} == {1, 2, 3, 4}
     crowds: list[dict[str, Any]] = [
-        {"max_num_seqs": 14, "max_tokens_per_iteration": 400},
+        {"max_num_seqs": 18, "max_tokens_per_iteration": 400},
         {"max_num_seqs": 5, "max_tokens_per_iteration": 19},
         {"max_num_seqs": 6, "num_blocks": 18},
     ]

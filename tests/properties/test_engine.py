@@ -39,8 +39,17 @@ def alone() -> list[tuple[Job, tuple[list[int], list[int]]]]:
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(data=st.data(), seats=st.integers(1, 5), chunk=st.integers(0, 12), prefix_caching=st.booleans())
-def test_requests_do_not_touch_each_other(data: st.DataObject, seats: int, chunk: int, prefix_caching: bool) -> None:
+@given(
+    data=st.data(),
+    seats=st.integers(1, 5),
+    chunk=st.integers(0, 12),
+    prefix_caching=st.booleans(),
+    quorum=st.sampled_from([0.0, 0.5, 1.0]),
+    patience=st.integers(1, 5),
+)
+def test_requests_do_not_touch_each_other(
+    data: st.DataObject, seats: int, chunk: int, prefix_caching: bool, quorum: float, patience: int
+) -> None:
     engine = make_engine(
         model(),
         num_blocks=NUM_BLOCKS,
@@ -49,6 +58,8 @@ def test_requests_do_not_touch_each_other(data: st.DataObject, seats: int, chunk
         max_tokens_per_iteration=seats + 9 + chunk,
         max_waiting=64,
         prefix_caching=prefix_caching,
+        deep_quorum=quorum,
+        max_parked_iterations=patience,
     )
     kept = []
     for number in range(data.draw(st.integers(1, 10), "requests")):
@@ -67,4 +78,4 @@ def test_requests_do_not_touch_each_other(data: st.DataObject, seats: int, chunk
         assert request.error is None
         assert (request.output_token_ids, request.exit_layers) == expected
     assert engine.num_free_blocks == NUM_BLOCKS
-    assert engine.num_kept_tokens == 0
+    assert engine.num_kept_tokens == engine.num_parked_rows == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,13 @@ def test_overrides_that_go_together(overrides: dict[str, Any], options: ExitOpti
     assert exit_options(ExitOverrides(**overrides), LAYERS, OWN) == options
 
 
+def test_tokens_of_a_shortlist_alone() -> None:
+    listed = ExitPolicy("margin", {1: 0.9}, shortlist=(4, 5))
+    found = exit_options(ExitOverrides(shortlist_only=True), LAYERS, listed)
+    assert found == ExitOptions(policy=replace(listed, shortlist_only=True))
+    assert exit_options(ExitOverrides(shortlist_only=False), LAYERS, found.policy) == ExitOptions(policy=listed)
+
+
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
@@ -55,6 +63,8 @@ def test_overrides_that_go_together(overrides: dict[str, Any], options: ExitOpti
         ({"threshold": 0.5, "thresholds": {1: 0.5}}, "threshold"),
         ({"thresholds": {}}, "thresholds"),
         ({"thresholds": {3: 0.5}}, "thresholds"),
+        ({"shortlist_only": True}, "shortlist_only"),
+        ({"kv_policy": "full", "shortlist_only": False}, "shortlist_only"),
         ({"measure": "cosine"}, "measure"),
         ({"measure": "cosine", "min_exit_layer": 2}, "measure"),
     ],

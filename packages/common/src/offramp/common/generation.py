@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -134,8 +134,12 @@ def _verified(text: _Text, policy: ExitPolicy | None, max_pending: int) -> Gener
     A draft is kept if the full model says the same after the same text. The first that is not is replaced by what the
     full model says, and what was drafted after it is forgotten. If all are kept, the pass that judges adds the token
     after them. So every pass through all layers yields at least one token of its own.
+
+    Drafts are judged, so they come from the shortlist alone where there is one (`ExitPolicy.shortlist_only`).
     """
     num_layers = text.model.config.num_layers
+    if policy is not None and policy.shortlist is not None:
+        policy = replace(policy, shortlist_only=True)
     said, drafts = Generation(), Generation()
     while not text.is_complete(said.token_ids):
         so_far = said.token_ids + drafts.token_ids
@@ -178,13 +182,13 @@ def _next_token(
             continue
         logits = model.exit_logits(h, layer, layout)[0, -1:].float()
         best = int(logits.argmax())
-        if policy.measure != "cosine" and policy.shortlist is not None:
+        listed = best
+        if policy.shortlist is not None and (policy.measure != "cosine" or policy.shortlist_only):
             logits = logits[:, list(policy.shortlist)]
-            may_say = policy.shortlist[int(logits.argmax())]
-        else:
-            may_say = best
+            listed = policy.shortlist[int(logits.argmax())]
         sure = confidence(policy.measure, logits, h[0, -1:], previous[0, -1:])
-        if float(sure) > policy.threshold(layer, len(new), text.max_new_tokens) and may_say == best:
-            return best, layer
+        is_sure = float(sure) > policy.threshold(layer, len(new), text.max_new_tokens)
+        if is_sure and (listed == best or policy.shortlist_only):
+            return listed, layer
     h = model.run_layers(h, num_layers - 1, num_layers, layout)
     return int(model.exit_logits(h[:, -1:], num_layers).float().argmax()), num_layers

@@ -49,6 +49,10 @@ class EngineConfig:
         sync_policy: when rows that are sure may leave an iteration; see `SyncPolicy`.
         quantile: `quantile`: the share of rows that must be sure, above 0 and at most 1.
         split_rule: `regroup`: see `SplitRule`; `cost` makes exit layers depend on batch mates.
+        deep_quorum: `regroup`: rows that are not sure at an exit are parked there until rows of this share of the
+            iteration's decoding requests want the layers above, which cost nearly the same for one row as for several.
+            0 parks none, 1 waits for all. Answers stay what they are, and may come later. Not with `split_rule` `cost`.
+        max_parked_iterations: most iterations that a row is parked for.
         prefix_caching: whether requests share the exact keys and values of equal beginnings.
         group_by_depth: whether iterations run sequences of similar expected exit depth together.
         kernels: what computes the layers; see `Kernels`.
@@ -67,6 +71,8 @@ class EngineConfig:
     sync_policy: SyncPolicy = "regroup"
     quantile: float = 0.75
     split_rule: SplitRule = "always"
+    deep_quorum: float = 0.0
+    max_parked_iterations: int = 8
     prefix_caching: bool = True
     group_by_depth: bool = False
     kernels: Kernels = "auto"
@@ -75,7 +81,7 @@ class EngineConfig:
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_tokens_per_iteration", "max_waiting"):
+        for name in ("block_size", "max_num_seqs", "max_tokens_per_iteration", "max_waiting", "max_parked_iterations"):
             check_whole(name, getattr(self, name), low=1)
         for name in ("num_blocks", "kv_cache_bytes", "max_model_len", "num_threads"):
             if getattr(self, name) is not None:
@@ -101,6 +107,14 @@ class EngineConfig:
                 raise OfframpError(f"{what} {value!r} is unknown; choose one of {', '.join(known)}.")
         if isinstance(self.quantile, bool) or not isinstance(self.quantile, (int, float)) or not 0 < self.quantile <= 1:
             raise OfframpError(f"quantile {self.quantile!r} must be a number above 0 and at most 1 (1 is all rows).")
+        quorum = self.deep_quorum
+        if isinstance(quorum, bool) or not isinstance(quorum, (int, float)) or not 0 <= quorum <= 1:
+            raise OfframpError(f"deep_quorum {quorum!r} must be a number from 0 (no row is parked) to 1.")
+        if quorum and (self.sync_policy != "regroup" or self.split_rule == "cost"):
+            raise OfframpError(
+                f"deep_quorum {quorum} needs sync policy 'regroup' with split rule 'always', where rows leave on their "
+                f"own, not {self.sync_policy!r} with {self.split_rule!r}; change these, or leave the quorum out."
+            )
         for name in ("prefix_caching", "group_by_depth"):
             if not isinstance(getattr(self, name), bool):
                 raise OfframpError(f"{name} {getattr(self, name)!r} must be true or false.")

@@ -211,6 +211,11 @@ class Engine:
         return self._executor.num_kept
 
     @property
+    def num_parked_rows(self) -> int:
+        """Rows that wait at an exit for company (`EngineConfig.deep_quorum`); 0 when no request is unfinished."""
+        return self._executor.num_parked
+
+    @property
     def kernels(self) -> ChosenKernels:
         """What computes the layers here: what `auto` has chosen."""
         return self._model.kernels

@@ -12,7 +12,7 @@ from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy, Measure
 from offramp.serve.request.exit_options import ExitOptions
 
-_ABOUT_CONFIDENCE = ("measure", "threshold", "thresholds", "min_exit_layer")
+_ABOUT_CONFIDENCE = ("measure", "threshold", "thresholds", "min_exit_layer", "shortlist_only")
 
 
 class ExitOverrideError(OfframpError):
@@ -37,6 +37,7 @@ class ExitOverrides:
         threshold: one threshold at all exits, in place of the checkpoint's.
         thresholds: the same exit by exit; an exit that is not named stays closed.
         min_exit_layer: no token leaves below this layer.
+        shortlist_only: whether exits take their tokens from the policy's shortlist alone; see `ExitPolicy`.
         kv_policy: see `KVPolicy`.
         max_pending: under `recompute` and `verify`; see `ExitOptions`.
         exit_layer: under `static`: the exit at which every generated token leaves.
@@ -47,6 +48,7 @@ class ExitOverrides:
     threshold: float | None = None
     thresholds: Mapping[int, float] | None = None
     min_exit_layer: int | None = None
+    shortlist_only: bool | None = None
     kv_policy: KVPolicy | None = None
     max_pending: int | None = None
     exit_layer: int | None = None
@@ -159,4 +161,11 @@ def _thresholds(
             )
     if overrides.min_exit_layer is not None:
         policy = dataclasses.replace(policy, min_layer=overrides.min_exit_layer)
+    if overrides.shortlist_only is not None:
+        if overrides.shortlist_only and policy.shortlist is None:
+            raise ExitOverrideError(
+                f"{spell('shortlist_only')} needs a shortlist, and this model's exit policy has none; leave it out.",
+                "shortlist_only",
+            )
+        policy = dataclasses.replace(policy, shortlist_only=overrides.shortlist_only)
     return policy

@@ -106,6 +106,7 @@ class Recorder:
                 filled_rows=trace.filled_rows,
                 pending_rows=trace.pending_rows,
                 vetoed_rows=trace.vetoed_rows,
+                parked_requests=trace.parked_requests,
                 new_tokens=self._new_tokens,
                 token_layers=self._token_layers,
                 preemptions=len(output.preempted),

@@ -28,6 +28,11 @@ class ExitPolicy:
             cheaper than over the whole vocabulary (None). A row that is sure enough on the shortlist leaves only if its
             best token there is its best token of the whole vocabulary; otherwise it goes on. `cosine` looks at no
             logits, so it leaves with any token. Where tokens are drawn, the one drawn need not be on the list.
+        shortlist_only: whether the best token of the shortlist is what an exit says, whatever the measure, and nobody
+            asks for the best of the whole vocabulary. Then a row that is sure leaves, and an exit never reads the whole
+            unembedding, which at small batches costs as much as several layers. Not where more is needed than the
+            largest logit (sampling, log-probabilities, penalties, biases, constraints): there it changes nothing. The
+            drafts of the KV policy `verify`, which the full model judges, are taken so in any case.
     """
 
     measure: Measure = "margin"
@@ -35,6 +40,7 @@ class ExitPolicy:
     min_layer: int = 0
     decay: float | None = None
     shortlist: tuple[int, ...] | None = None
+    shortlist_only: bool = False
 
     def __post_init__(self) -> None:
         if self.measure not in get_args(Measure):
@@ -49,6 +55,11 @@ class ExitPolicy:
             raise OfframpError(f"a shortlist of {len(self.shortlist)} tokens is too short; it needs at least 2.")
         if self.shortlist is not None and len(set(self.shortlist)) < len(self.shortlist):
             raise OfframpError("the shortlist names a token twice, which no margin can tell apart; name each once.")
+
+        if not isinstance(self.shortlist_only, bool):
+            raise OfframpError(f"shortlist_only {self.shortlist_only!r} must be true or false.")
+        if self.shortlist_only and self.shortlist is None:
+            raise OfframpError("shortlist_only needs a shortlist; give one, or leave it out.")
 
     def threshold(self, layer: int, step: int, max_steps: int) -> float:
         """Value the confidence must exceed at an exit; infinity where the exit is not used.
@@ -88,6 +99,7 @@ class ExitPolicy:
             "min_layer": self.min_layer,
             "decay": self.decay,
             "shortlist": None if self.shortlist is None else list(self.shortlist),
+            "shortlist_only": self.shortlist_only,
         }
 
     @classmethod

@@ -41,6 +41,16 @@ def add_engine_options(parser: argparse.ArgumentParser, *, queue: bool = True) -
         help="regroup lets sure tokens go always, or only where that saves time as measured (default: always)",
     )
     group.add_argument(
+        "--deep-quorum",
+        type=float,
+        metavar="Q",
+        help="rows that stay at an exit wait there until this share of the batch wants the layers above (default: 0, "
+        "nobody waits)",
+    )
+    group.add_argument(
+        "--max-parked-iterations", type=int, metavar="N", help="most iterations that such a row waits (default: 8)"
+    )
+    group.add_argument(
         "--prefix-caching",
         action=argparse.BooleanOptionalAction,
         help="share exact keys and values of equal beginnings (default: yes)",

@@ -9,10 +9,9 @@
 namespace offramp {
 inline namespace OFFRAMP_ISA {
 
-// y = x / sqrt(mean(x^2) + eps) * weight, in fp32 and rounded once, as torch's rms_norm is; a null weight is ones.
-// x and y [size] may be the same.
+// mean(x^2), in fp32.
 template <class T>
-void rms_norm(const T* x, const T* weight, T* y, int64_t size, float eps) {
+float mean_square(const T* x, int64_t size) {
   const int64_t whole = size / kLanes * kLanes;
   const int rest = int(size - whole);
   F32 sums[2] = {zero(), zero()};  // two chains, so that additions do not wait for each other
@@ -25,7 +24,16 @@ void rms_norm(const T* x, const T* weight, T* y, int64_t size, float eps) {
     const F32 v = load_part(x + whole, rest);
     sums[0] = fma(v, v, sums[0]);
   }
-  const F32 scale = splat(1.f / std::sqrt(reduce_add(sums[0] + sums[1]) / float(size) + eps));
+  return reduce_add(sums[0] + sums[1]) / float(size);
+}
+
+// y = x / sqrt(mean(x^2) + eps) * weight, in fp32 and rounded once, as torch's rms_norm is; a null weight is ones.
+// x and y [size] may be the same.
+template <class T>
+void rms_norm(const T* x, const T* weight, T* y, int64_t size, float eps) {
+  const int64_t whole = size / kLanes * kLanes;
+  const int rest = int(size - whole);
+  const F32 scale = splat(1.f / std::sqrt(mean_square(x, size) + eps));
   for (int64_t i = 0; i < whole; i += kLanes) {
     const F32 normed = load(x + i) * scale;
     store(y + i, weight == nullptr ? normed : normed * load(weight + i));

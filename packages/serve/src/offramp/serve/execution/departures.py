@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offramp.serve.execution.exit_test import Unembedding
 from offramp.serve.execution.iteration import Iteration
 from offramp.serve.execution.sweep import LeftRows, Mask
 from offramp.serve.model.head_output import HeadOutput
-from offramp.serve.model.linear import PackedLinear
 from offramp.serve.model.packed import PackedModel
 
 
@@ -65,7 +65,7 @@ def unembed(model: PackedModel, iteration: Iteration, left: Iterable[LeftRows]) 
     A row goes one way or the other by its own needs, never by its neighbours'.
     """
     departures = Departures()
-    waiting: dict[tuple[PackedLinear, bool], list[LeftRows]] = {}
+    waiting: dict[tuple[Unembedding, bool], list[LeftRows]] = {}
     for whole in left:
         needs = iteration.needs_logits[whole.items]
         for needs_logits in (False, True):
@@ -74,26 +74,40 @@ def unembed(model: PackedModel, iteration: Iteration, left: Iterable[LeftRows]) 
                 continue
             if needs_logits and rows.logits is not None:
                 _settle(departures, iteration, replace(rows, head=None))
-            elif not needs_logits and (rows.head is not None or rows.logits is not None):
+            elif needs_logits:
+                key = Unembedding(model.exits[rows.exit_layer].unembed)
+                waiting.setdefault((key, True), []).append(rows)
+            elif rows.head is not None or rows.logits is not None:
                 head = rows.head or HeadOutput.of(cast(Tensor, rows.logits))
                 _settle(departures, iteration, replace(rows, head=head, logits=None))
             else:
-                waiting.setdefault((model.exits[rows.exit_layer].unembed, needs_logits), []).append(rows)
-    for (linear, needs_logits), group in waiting.items():
+                for key, part in _by_unembedding(model, iteration, rows):
+                    waiting.setdefault((key, False), []).append(part)
+    for (unembedding, needs_logits), group in waiting.items():
         state = group[0].state if len(group) == 1 else torch.cat([rows.state for rows in group])
-        logits = linear.logits(state) if needs_logits else None
-        head = None if needs_logits else linear.head(state)
+        logits = unembedding.linear.logits(state) if needs_logits else None
+        head = None if needs_logits else unembedding.head(state)
         start = 0
         for rows in group:
             part = slice(start, start + len(rows.items))
             start = part.stop
-            rows = replace(
-                rows,
-                head=None if head is None else head.select(part),
-                logits=None if logits is None else logits[part],
-            )
-            _settle(departures, iteration, rows)
+            best = None if head is None else head.select(part)
+            _settle(departures, iteration, replace(rows, head=best, logits=None if logits is None else logits[part]))
     return departures
+
+
+def _by_unembedding(model: PackedModel, iteration: Iteration, rows: LeftRows) -> Iterable[tuple[Unembedding, LeftRows]]:
+    """Rows of one exit by what gives their best tokens."""
+    whole = Unembedding(model.exits[rows.exit_layer].unembed)
+    if rows.exit_layer == iteration.num_layers or not iteration.exits.any_shortlist_only:
+        return [(whole, rows)]
+    keys = [iteration.exits.shortlist_only(item, rows.exit_layer) or whole for item in rows.items.tolist()]
+    parts: list[tuple[Unembedding, LeftRows]] = []
+    for key in dict.fromkeys(keys):
+        part = rows.select(np.array([other == key for other in keys]))
+        assert part is not None
+        parts.append((key, part))
+    return parts
 
 
 def _settle(departures: Departures, iteration: Iteration, rows: LeftRows) -> None:
@@ -109,18 +123,10 @@ def _settle(departures: Departures, iteration: Iteration, rows: LeftRows) -> Non
 
 def _vetoed(iteration: Iteration, rows: LeftRows) -> Mask | None:
     """[N] rows whose best token is outside their shortlist; None if there are none."""
-    if rows.exit_layer == iteration.num_layers:
-        return None
-    shortlists = [iteration.exits.on_shortlist(item) for item in rows.items.tolist()]
-    if all(shortlist is None for shortlist in shortlists):
+    if rows.exit_layer == iteration.num_layers or not iteration.exits.any_veto:
         return None
     token_ids = rows.head.token_ids if rows.head is not None else cast(Tensor, rows.logits).argmax(dim=-1)
-    stays = np.array(
-        [
-            shortlist is not None and not bool(shortlist[token])
-            for shortlist, token in zip(shortlists, token_ids.tolist(), strict=True)
-        ]
-    )
+    stays = iteration.exits.off_shortlist(rows.items, token_ids.numpy(force=True))
     return stays if stays.any() else None
 
 

@@ -31,7 +31,8 @@ from offramp.serve.execution.departures import Departure, unembed
 from offramp.serve.execution.exit_test import RequestExits, Scored
 from offramp.serve.execution.iteration import Iteration
 from offramp.serve.execution.kept_tokens import KeptTokens
-from offramp.serve.execution.kv_policy import LeaveRule, bound_layers, carries_on, leave_rules
+from offramp.serve.execution.kv_policy import bound_layers, carries_on, leave_rules
+from offramp.serve.execution.parked import ParkedRows, Parking
 from offramp.serve.execution.sweep import Arrival, LeftRows, Mask, Places, Sweep
 from offramp.serve.execution.sync_policy import PassTimes, sync_rule
 from offramp.serve.kv_cache.storage import KVStorage
@@ -69,7 +70,7 @@ class Executor:
             model: packed weights.
             cache: with `model.num_cache_layers` layers.
             max_model_len: most tokens of one sequence.
-            config: read for its sync policy.
+            config: read for its sync policy and its quorum.
             clock: told what time is spent on; None: a clock of its own.
         """
         self._model = model
@@ -79,6 +80,7 @@ class Executor:
         self._num_layers = model.config.num_layers
         self._kept = KeptTokens()
         self._leave_rules = leave_rules(model, cache, self._kept)
+        self._parking = Parking(config.deep_quorum, config.max_parked_iterations)
         self._times = PassTimes() if config.split_rule == "cost" else None
         self._sync_rule = sync_rule(config, self._num_layers, self._times)
         self.trace = Trace()
@@ -88,9 +90,15 @@ class Executor:
         """Tokens that left early and wait for a deeper pass."""
         return len(self._kept)
 
+    @property
+    def num_parked(self) -> int:
+        """Rows that wait at an exit for company."""
+        return len(self._parking)
+
     def forget(self, request_id: str) -> None:
-        """Drop what is kept of a request: it has ended, or its blocks were taken."""
+        """Drop what is kept or parked of a request: it has ended, or its blocks were taken."""
         self._kept.forget(request_id)
+        self._parking.forget(request_id)
 
     @torch.inference_mode()
     def prepare(self, output: SchedulerOutput) -> None:
@@ -118,12 +126,13 @@ class Executor:
             on_prompt_logits: given the logits of prompts that ask for log-probabilities, in slices.
 
         Returns:
-            Together, every row that predicts a token, once.
+            Together, every row that predicts a token, once. Requests that decode and whose newest rows are parked have
+            none.
         """
         sweep = self._begin(scheduled)
         bounds = np.unique(sweep.bound).tolist()
         needs = np.array(needs_logits, dtype=np.bool_)
-        iteration = Iteration.of(scheduled, exits, needs, bounds, self._model, self._kept)
+        iteration = Iteration.of(scheduled, exits, needs, bounds, self._model, self._kept, self._parking)
         departures: list[Departure] = []
         while True:
             self._climb(iteration, sweep, on_prompt_logits)
@@ -132,22 +141,27 @@ class Executor:
             self._clock.lap("head")
             departures += found.final
             if not found.vetoed:
+                if self._parking.is_open:
+                    self.trace.parked_requests = len(self._parking.waiting(iteration.decodes))
                 return departures
             sweep, on_prompt_logits = self._resume(iteration, sweep, found.vetoed), None
 
     def _begin(self, scheduled: Sequence[ScheduledRequest]) -> Sweep:
-        rows = build_rows(scheduled, self._context)
+        is_parked = [item.request.request_id in self._parking for item in scheduled]
+        rows = build_rows(scheduled, self._context, is_parked)
         tokens: list[int] = []
         predicts = np.zeros(len(rows), dtype=np.bool_)
         bound = np.full(len(rows), self._num_layers)
-        for item in scheduled:
+        for item, waits in zip(scheduled, is_parked, strict=True):
+            if waits:
+                continue
             start = len(tokens)
             tokens += item.token_ids
             predicts[len(tokens) - 1] = item.samples
             layers = bound_layers(item)
             if layers is not None:
                 bound[start : len(tokens)] = layers
-        x = self._model.embed(torch.tensor(tokens))
+        x = self._model.embed(torch.tensor(tokens, dtype=torch.int64))
         return Sweep(x, x, rows, rows.sequences.numpy().astype(np.intp), predicts, bound)
 
     def _climb(self, iteration: Iteration, sweep: Sweep, on_prompt_logits: PromptLogits | None) -> None:
@@ -158,7 +172,7 @@ class Executor:
             if len(sweep):
                 self._run_layers(sweep, layer)
                 self._pass_exit(iteration, sweep, layer)
-            elif not sweep.arrivals:
+            elif not (sweep.arrivals or self._parking.is_open):
                 return
             sweep.depth = layer
             self._take_along(iteration, sweep)
@@ -183,14 +197,13 @@ class Executor:
             block.write(sweep.x, sweep.rows, self._cache)
         gate, num_rows = iteration.exits, len(sweep)
         leaving = sweep.bound == layer
-        tested: Places = np.empty(0, dtype=np.intp)
         scored: list[Scored] = []
         asked = np.flatnonzero(sweep.predicts & gate.asked[sweep.items])
         if len(asked):
             items = sweep.items[asked]
-            tested = asked[gate.is_tested(layer)[items]]
-            if len(tested):
-                scored = self._test(iteration, sweep, layer, tested)
+            is_tested = gate.is_tested(layer)[items]
+            if is_tested.any():
+                scored = gate.test(layer, sweep, asked if is_tested.all() else asked[is_tested], self._cache)
             leaves = self._sync_rule(gate.sure[items], layer, num_rows) & gate.may_leave(layer)[items]
             if leaves.any():
                 # Rows that were carried along share the fate of their sequence's newest one.
@@ -200,84 +213,91 @@ class Executor:
         seconds = self._clock.lap("exit_test")
         if not leaving.any():
             return
-        self._part(iteration, sweep, layer, leaving, tested, scored)
+        self._part(sweep, layer, leaving, scored)
         seconds += self._clock.lap("other")
-        gone = np.flatnonzero(leaving)
-        seconds += self._settle(iteration, sweep, layer, gone)
+        seconds += self._settle(iteration, sweep, layer, np.flatnonzero(leaving))
         sweep.keep(np.flatnonzero(~leaving))
         seconds += self._clock.lap("other")
         if self._times is not None:
             self._times.left(layer, num_rows, seconds)
 
-    def _test(self, iteration: Iteration, sweep: Sweep, layer: int, tested: Places) -> list[Scored]:
-        x, previous = sweep.x, sweep.previous
-        if len(tested) < len(sweep):
-            index = torch.from_numpy(tested)
-            x, previous = x.index_select(0, index), previous.index_select(0, index)
-
-        def exit_state(part: Places) -> Tensor:
-            return self._exit_state(sweep, layer, tested[part])
-
-        return iteration.exits.test(layer, sweep.items[tested], x, previous, exit_state)
-
     def _exit_state(self, sweep: Sweep, layer: int, places: Places) -> Tensor:
         """State [n, D] that an exit's unembedding reads, for the rows at `places` [n]."""
-        x, rows = sweep.x, sweep.rows
-        if len(places) < len(sweep):
-            index = torch.from_numpy(places)
-            x = x.index_select(0, index)
-            if self._model.exits[layer].block is not None:
-                rows = rows.select(index)
-        return self._model.exit_state(layer, x, rows, self._cache)
+        rows = sweep.rows if self._model.exits[layer].block is None else sweep.select_rows(places)
+        return self._model.exit_state(layer, sweep.select(sweep.x, places), rows, self._cache)
 
-    def _part(
-        self, iteration: Iteration, sweep: Sweep, layer: int, leaving: Mask, tested: Places, scored: Iterable[Scored]
-    ) -> None:
+    def _part(self, sweep: Sweep, layer: int, leaving: Mask, scored: Iterable[Scored]) -> None:
         """Note which tokens the leaving rows predict, with what the test has computed already."""
-        speaks = leaving & sweep.predicts
-        leaves = leaving[tested]
-        members = tested[leaves]
+        predicting = leaving & sweep.predicts
         for part in scored:
             if part.state is None:
                 continue
-            mine = part.select(leaves)
+            mine = part.select(leaving)
             if mine is not None and mine.state is not None:
-                places = members[mine.places]
-                speaks[places] = False
-                sweep.leave(layer, places, mine.state, mine.head, mine.logits)
-        if speaks.any():
-            places = np.flatnonzero(speaks)
+                predicting[mine.places] = False
+                sweep.leave(layer, mine.places, mine.state, mine.head, mine.logits)
+        if predicting.any():
+            places = np.flatnonzero(predicting)
             sweep.leave(layer, places, self._exit_state(sweep, layer, places))
 
     def _settle(self, iteration: Iteration, sweep: Sweep, layer: int, gone: Places) -> float:
         """Let the KV policies of rows that leave do what they do; the seconds they took."""
-        owners: dict[LeaveRule, list[int]] = {}
-        for place, item in zip(gone.tolist(), sweep.items[gone].tolist(), strict=True):
-            rule = self._leave_rules[iteration.scheduled[item].request.exits.kv_policy]
-            owners.setdefault(rule, []).append(place)
-        self.trace.filled_rows += len(owners.get(self._leave_rules["fill"], ()))
-        for rule, places in owners.items():
-            names = [iteration.owner(item) for item in sweep.items[places].tolist()]
-            if len(places) == len(sweep):
-                rule(layer, sweep.x, sweep.rows, names)
-            else:
-                index = torch.tensor(places)
-                rule(layer, sweep.x.index_select(0, index), sweep.rows.select(index), names)
+        policies = iteration.kv_policies[sweep.items[gone]]
+        for policy in iteration.distinct_kv_policies:
+            places = gone[policies == policy]
+            if not len(places):
+                continue
+            if policy == "fill":
+                self.trace.filled_rows += len(places)
+            rows, owners = sweep.select_rows(places), map(iteration.owner, sweep.items[places].tolist())
+            self._leave_rules[policy](layer, sweep.select(sweep.x, places), rows, owners)
         return self._clock.lap("fill")
 
     def _take_along(self, iteration: Iteration, sweep: Sweep) -> None:
-        """Let rows join that had left here: kept ones of sequences that have just gone past, and those that resume."""
+        """Let rows join that had stopped here: those that resume, parked ones, and kept ones of all that go past."""
         layer = sweep.depth
-        arrivals = sweep.arrivals.pop(layer, [])
+        resumed = sweep.arrivals.pop(layer, None)
+        if resumed:
+            sweep.admit(resumed, self._num_layers)
+        if self._parking.is_open:
+            self._park_or_wake(iteration, sweep)
         if iteration.carrying and len(sweep):
+            arrivals: list[Arrival] = []
             inside = set(sweep.items[sweep.predicts].tolist())
             for item in iteration.carrying:
                 group = self._kept.take(iteration.owner(item), layer) if item in inside else None
                 if group is not None:
                     arrivals.append(Arrival(item, group.positions, group.states, predicts=False))
                     self.trace.pending_rows += len(group.positions)
-        if arrivals:
-            sweep.admit(arrivals, self._num_layers)
+            if arrivals:
+                sweep.admit(arrivals, self._num_layers)
+
+    def _park_or_wake(self, iteration: Iteration, sweep: Sweep) -> None:
+        """Where the layers above have too few rows, put these away; else let those that wait here join them."""
+        layer, parking = sweep.depth, self._parking
+        waiting = parking.waiting(iteration.decodes, layer)
+        if not waiting and not len(sweep):
+            return
+        arrivals: list[Arrival] = []
+        due = parking.are_due(iteration.waited)
+        count = len(waiting) + int(sweep.predicts.sum())
+        if (
+            iteration.is_idle
+            or parking.has_quorum(count, len(iteration.decodes))
+            or due[[iteration.decodes[name] for name in waiting]].any()
+            or not (iteration.exits.is_open(layer) & ~due)[sweep.items].all()
+        ):
+            for request_id in waiting:
+                rows = parking.take(request_id)
+                arrivals.append(Arrival(iteration.decodes[request_id], rows.positions, rows.x, predicts=True))
+            if arrivals:
+                sweep.admit(arrivals, self._num_layers)
+            return
+        for item in np.unique(sweep.items).tolist():
+            places = np.flatnonzero(sweep.items == item)
+            positions, x = sweep.select_rows(places).positions, sweep.select(sweep.x, places)
+            parking.put(iteration.owner(item), ParkedRows(layer, positions, x, int(iteration.waited[item])))
+        sweep.keep(np.empty(0, dtype=np.intp))
 
     def _finish(self, iteration: Iteration, sweep: Sweep, on_prompt_logits: PromptLogits | None) -> None:
         """At the final exit, note the rows that predict a token and no others."""

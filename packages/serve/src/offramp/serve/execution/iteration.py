@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.serve.execution.exit_test import IterationExits, RequestExits
 from offramp.serve.execution.kept_tokens import KeptTokens
 from offramp.serve.execution.kv_policy import carries_on
+from offramp.serve.execution.parked import Parking
 from offramp.serve.execution.sweep import Mask
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
@@ -27,7 +30,12 @@ class Iteration:
         exits: of their newest rows.
         needs_logits: [I] requests whose tokens take more than the largest logit.
         is_judged: [I] requests whose kept rows are judged by the full model.
+        decodes: requests that decode: id -> index.
+        waited: [I] iterations that the newest row of each has waited at exits.
+        is_idle: whether all of them wait: nothing new is run.
         carrying: indices of requests whose rows may be kept.
+        kv_policies: [I] of the requests.
+        distinct_kv_policies: what there is among them.
         pauses: exits at which something may happen, ascending.
         num_layers: L.
     """
@@ -36,7 +44,12 @@ class Iteration:
     exits: IterationExits
     needs_logits: Mask
     is_judged: Mask
+    decodes: dict[str, int]
+    waited: npt.NDArray[np.int64]
+    is_idle: bool
     carrying: list[int]
+    kv_policies: npt.NDArray[np.str_]
+    distinct_kv_policies: tuple[KVPolicy, ...]
     pauses: list[int]
     num_layers: int
 
@@ -49,6 +62,7 @@ class Iteration:
         bounds: Sequence[int],
         model: PackedModel,
         kept: KeptTokens,
+        parking: Parking,
     ) -> Iteration:
         """Plan an iteration.
 
@@ -59,6 +73,7 @@ class Iteration:
             bounds: layers at which some row leaves, whatever it is sure of.
             model: whose exits.
             kept: tokens that wait for a deeper pass.
+            parking: newest rows that wait for company; those of `scheduled` have then waited once more.
         """
         requests = [item.request for item in scheduled]
         is_decode = [item.phase is Phase.DECODE for item in scheduled]
@@ -80,11 +95,28 @@ class Iteration:
             pauses = {*gate.layers, *bounds}
             for index in carrying:
                 pauses.update(kept.depths(requests[index].request_id))
-        is_judged = np.zeros(len(scheduled), dtype=np.bool_)
-        for index in carrying:
-            is_judged[index] = requests[index].exits.kv_policy == "verify"
+        kv_policies: list[KVPolicy] = [request.exits.kv_policy for request in requests]
+        is_judged = [decodes and policy == "verify" for decodes, policy in zip(is_decode, kv_policies, strict=True)]
         num_layers = model.config.num_layers
-        return cls(scheduled, gate, needs_logits, is_judged, carrying, sorted(pauses - {num_layers}), num_layers)
+        ids = [request.request_id for request in requests]
+        decodes = {name: index for index, (name, decodes) in enumerate(zip(ids, is_decode, strict=True)) if decodes}
+        waited = parking.begin(ids) if parking.is_open else np.zeros(len(ids), dtype=np.int64)
+        waiting = parking.waiting(decodes)
+        pauses.update(rows.exit_layer for rows in waiting.values())
+        return cls(
+            scheduled,
+            gate,
+            needs_logits,
+            np.array(is_judged),
+            decodes,
+            waited,
+            len(waiting) == len(scheduled),
+            carrying,
+            np.array(kv_policies),
+            tuple(dict.fromkeys(kv_policies)),
+            sorted(pauses - {num_layers}),
+            num_layers,
+        )
 
     def owner(self, item: int) -> str:
         """Id of a request."""

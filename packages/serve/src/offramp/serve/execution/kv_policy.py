@@ -9,7 +9,8 @@ Legend: N rows that leave, D model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Protocol
 
@@ -29,7 +30,7 @@ from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
 class LeaveRule(Protocol):
     """What happens to rows that leave."""
 
-    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Sequence[str]) -> None:
+    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Iterable[str]) -> None:
         """Deal with rows that leave.
 
         Args:
@@ -50,7 +51,7 @@ class Fill:
     def __init__(self, model: PackedModel, cache: KVStorage) -> None:
         self._model, self._cache = model, cache
 
-    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Sequence[str]) -> None:
+    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Iterable[str]) -> None:
         """Write every cache layer after the exit."""
         self._model.fill(layer, x, rows, self._cache)
 
@@ -65,7 +66,7 @@ class Keep:
     def __init__(self, kept: KeptTokens) -> None:
         self._kept = kept
 
-    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Sequence[str]) -> None:
+    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Iterable[str]) -> None:
         """Put the rows away, request by request."""
         start = 0
         for owner, members in groupby(owners):
@@ -74,7 +75,7 @@ class Keep:
             start = stop
 
 
-def abandon(layer: int, x: Tensor, rows: Rows, owners: Sequence[str]) -> None:
+def abandon(layer: int, x: Tensor, rows: Rows, owners: Iterable[str]) -> None:
     """`static`: every later row leaves at the same exit, so nothing above it is ever read."""
 
 
@@ -85,10 +86,16 @@ def leave_rules(model: PackedModel, cache: KVStorage, kept: KeptTokens) -> Mappi
 
 
 def exit_policy(options: ExitOptions, default: ExitPolicy | None) -> ExitPolicy | None:
-    """The exits that a request may take where it is sure: its own policy, else the checkpoint's; None: no exit."""
+    """The exits that a request may take where it is sure: its own policy, else the checkpoint's; None: no exit.
+
+    Drafts are judged by the full model, so under `verify` they are taken from the shortlist alone.
+    """
     if options.kv_policy in ("full", "static"):
         return None
-    return default if options.policy is None else options.policy
+    policy = default if options.policy is None else options.policy
+    if policy is not None and policy.shortlist is not None and options.kv_policy == "verify":
+        return replace(policy, shortlist_only=True)
+    return policy
 
 
 def bound_layers(item: ScheduledRequest) -> Sequence[int] | None:

@@ -109,6 +109,14 @@ class Sweep:
     def __len__(self) -> int:
         return len(self.items)
 
+    def select(self, states: Tensor, places: Places) -> Tensor:
+        """Rows at `places` [n] of states [N, D]; all of them without a copy."""
+        return states if len(places) == len(states) else states.index_select(0, torch.from_numpy(places))
+
+    def select_rows(self, places: Places) -> Rows:
+        """Rows at `places` [n], as tensors."""
+        return self.rows if len(places) == len(self) else self.rows.select(torch.from_numpy(places))
+
     def leave(
         self,
         layer: int,

@@ -43,12 +43,14 @@ class Trace:
         filled_rows: rows whose skipped layers were filled.
         pending_rows: rows that had left earlier and were carried on from there.
         vetoed_rows: rows that had left and went on, because their best token is not on their shortlist.
+        parked_requests: decoding requests that got no token, because their newest row waits at an exit.
     """
 
     segments: list[SegmentRun] = field(default_factory=list)
     filled_rows: int = 0
     pending_rows: int = 0
     vetoed_rows: int = 0
+    parked_requests: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class IterationRecord:
         filled_rows: rows whose skipped layers were filled.
         pending_rows: rows that had left earlier and were carried on from there by a deeper pass.
         vetoed_rows: rows that had left and went on, because their best token is not on their shortlist.
+        parked_requests: decoding requests that got no token, because their newest row waits at an exit.
         new_tokens: tokens handed to requests.
         token_layers: layers run for those tokens, all together.
         preemptions: requests that lost their blocks before it.
@@ -98,6 +101,7 @@ class IterationRecord:
     filled_rows: int = 0
     pending_rows: int = 0
     vetoed_rows: int = 0
+    parked_requests: int = 0
     new_tokens: int = 0
     token_layers: int = 0
     preemptions: int = 0
@@ -131,6 +135,7 @@ class Totals:
     filled_rows: int = 0
     pending_rows: int = 0
     vetoed_rows: int = 0
+    parked_requests: int = 0
     new_tokens: int = 0
     token_layers: int = 0
     preemptions: int = 0
@@ -155,6 +160,7 @@ class Totals:
         self.filled_rows += record.filled_rows
         self.pending_rows += record.pending_rows
         self.vetoed_rows += record.vetoed_rows
+        self.parked_requests += record.parked_requests
         self.new_tokens += record.new_tokens
         self.token_layers += record.token_layers
         self.preemptions += record.preemptions

@@ -1,108 +1,133 @@
-"""The exit heads that need nothing but a row: from the state after an exit layer to the one its unembedding reads.
+"""Exit heads on rows: from the state after an exit layer to the one its unembedding reads, and to how sure it is.
 
-Legend: N rows, D model.
+With native kernels each is one operation (`csrc/exit.cpp`), and a row's result does not depend on the rows beside it;
+without them torch does it step by step, which is the reference.
+
+Legend: N rows, D model, F features between the maps of a head, V vocabulary (or a shortlist of it).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from offramp.common.exits import confidence
 from offramp.common.model.exit_head import Adapter, ExitHead
 from offramp.common.model.norm import RMSNorm
 from offramp.serve.model import ops
+from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.linear import ChosenKernels, NativeMap, PackedLinear
 from offramp.serve.model.native import native_library
 from offramp.serve.model.stacking import stacked
 
-RowNorm = Callable[[Tensor, Tensor | None, float], Tensor]
-"""`ops.rms_norm`, or what stands for it: (x [N, D], weight [D], eps) -> [N, D]."""
+_Map = tuple[Tensor, Tensor | None]  # weight and bias
+_NO_MAP = (None, None, None)
+
+HeadMeasure = Literal["max_probability", "margin"]
+"""Confidence measures that a `HeadOutput` gives."""
 
 
-def row_norm(kernels: ChosenKernels) -> RowNorm:
-    """The norm that goes with `kernels`."""
+def cosine(kernels: ChosenKernels) -> Callable[[Tensor, Tensor], Tensor]:
+    """The cosine between states and those before the layer, [N, D] x2 -> [N] fp32, that goes with `kernels`."""
     library = native_library() if kernels == "native" else None
-    return ops.rms_norm if library is None else library.ops.rms_norm.default
+    return confidence.cosine if library is None else library.ops.cosine.default
 
 
 class ExitTransform:
-    """An `ExitHead` without a block, with its weights packed as those of the layers are.
-
-    With native kernels a row's result does not depend on the rows beside it.
-    """
+    """norm(x + map(inner_norm(x)) * scale): an exit head without a block, or what follows the block."""
 
     def __init__(
-        self, head: ExitHead, eps: float, kernels: ChosenKernels, *, int8_for: torch.dtype | None = None
+        self,
+        head: ExitHead | None,
+        norm: RMSNorm | None,
+        eps: float,
+        kernels: ChosenKernels,
+        *,
+        int8_for: torch.dtype | None = None,
     ) -> None:
         """Pack.
 
         Args:
-            head: without a block.
+            head: its adapter or feed-forward is taken; None: there is neither.
+            norm: the last norm; None: there is none.
             eps: of norms.
             kernels: what computes it.
             int8_for: see `PackedLinear`.
         """
-        assert head.block is None
-        self._eps, self._rms_norm = eps, row_norm(kernels)
-        self._adapter = None if head.adapter is None else _PackedAdapter(head.adapter, eps, kernels, int8_for)
-        self._mlp_norm = _weight(head.mlp_norm)
-        if head.mlp is not None:
-            self._gated = _GatedLinear(*stacked(head.mlp.gate_proj, head.mlp.up_proj), kernels, int8_for)
-            self._down = PackedLinear(*stacked(head.mlp.down_proj), kernels=kernels, int8_for=int8_for)
-        self._norm = _weight(head.norm)
+        self._eps = eps
+        self._norm = _weight(norm)
+        self._inner_norm: Tensor | None = None
+        self._is_scaled = False
+        gated: _Map | None = None
+        linear: _Map | None = None
+        if head is not None and head.adapter is not None:
+            self._inner_norm, self._is_scaled = _weight(head.adapter.norm), True
+            gated, linear = _silu(head.adapter), stacked(head.adapter.proj)
+        elif head is not None and head.mlp is not None:
+            self._inner_norm = _weight(head.mlp_norm)
+            gated, linear = stacked(head.mlp.gate_proj, head.mlp.up_proj), stacked(head.mlp.down_proj)
+        library = native_library() if kernels == "native" else None
+        if library is not None:
+            self._exit_state, self._exit_test = library.ops.exit_state.default, library.ops.exit_test.default
+            features = 0 if gated is None else len(gated[0]) // 2
+            packed = (
+                *(_NO_MAP if gated is None else NativeMap.pack(library.ops, *gated, gated=True, int8_for=int8_for)),
+                features,
+                *(_NO_MAP if linear is None else NativeMap.pack(library.ops, *linear, int8_for=int8_for)),
+            )
+            self._arguments = (self._inner_norm, *packed, self._is_scaled, self._norm, eps)
+        else:
+            self._exit_state = self._exit_test = None
+            self._gated = None if gated is None else PackedLinear(*gated, kernels=kernels, int8_for=int8_for)
+            self._map = None if linear is None else PackedLinear(*linear, kernels=kernels, int8_for=int8_for)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, D] -> [N, D], as `ExitHead.transform`."""
-        if self._adapter is not None:
-            x = self._adapter(x)
-        elif self._mlp_norm is not None:
-            x = x + self._down(self._gated(self._rms_norm(x, self._mlp_norm, self._eps)))
-        return x if self._norm is None else self._rms_norm(x, self._norm, self._eps)
+        if self._exit_state is not None:
+            return self._exit_state(x.contiguous(), *self._arguments)
+        if self._map is not None:
+            inner = ops.rms_norm(x, self._inner_norm, self._eps)
+            correction = self._map(inner if self._gated is None else ops.gated_silu(self._gated(inner)))
+            if self._is_scaled:
+                correction = correction * x.float().pow(2).mean(dim=-1, keepdim=True).add(self._eps).sqrt().to(x.dtype)
+            x = x + correction
+        return x if self._norm is None else ops.rms_norm(x, self._norm, self._eps)
+
+    def test(self, x: Tensor, unembed: PackedLinear, measure: HeadMeasure) -> tuple[Tensor, HeadOutput, Tensor]:
+        """Transform, unembed and measure.
+
+        Args:
+            x: [N, D] states after the exit layer.
+            unembed: D -> V.
+            measure: confidence measure.
+
+        Returns:
+            The states [N, D] that the unembedding has read, its best tokens, and the confidences [N] fp32.
+        """
+        if self._exit_test is not None and unembed.packed is not None:
+            state, token_ids, best, second, logsumexp, values = self._exit_test(
+                x.contiguous(),
+                *self._arguments,
+                *(unembed.packed.weight, unembed.packed.scales, unembed.out_features),
+                measure == "margin",
+            )
+            return state, HeadOutput(token_ids, best, second, logsumexp), values
+        state = self(x)
+        head = unembed.head(state)
+        return state, head, head.margin if measure == "margin" else head.max_probability
 
 
-class _PackedAdapter:
-    def __init__(self, adapter: Adapter, eps: float, kernels: ChosenKernels, int8_for: torch.dtype | None) -> None:
-        self._eps, self._rms_norm = eps, row_norm(kernels)
-        self._norm = adapter.norm.weight.detach()
-        self._down: _GatedLinear | None = None
-        if adapter.down_proj is not None:
-            # SiLU by itself is a gate of something that is always one: no weight, and a bias of one.
-            weight = adapter.down_proj.weight.detach()
-            bias = torch.cat((self._norm.new_zeros(len(weight)), self._norm.new_ones(len(weight))))
-            self._down = _GatedLinear(torch.cat((weight, torch.zeros_like(weight))), bias, kernels, int8_for)
-        self._proj = PackedLinear(*stacked(adapter.proj), kernels=kernels, int8_for=int8_for)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        normed = self._rms_norm(x, self._norm, self._eps)
-        if self._down is not None:
-            normed = self._down(normed)
-        scale = x.float().pow(2).mean(dim=-1, keepdim=True).add(self._eps).sqrt().to(x.dtype)
-        return x + self._proj(normed) * scale
-
-
-class _GatedLinear:
-    """silu(gate) * up of one product: [N, I] -> [N, F]. Torch's SiLU rounds by where in a tensor an element lies."""
-
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, kernels: ChosenKernels, int8_for: torch.dtype | None
-    ) -> None:
-        """Pack a weight [2 * F, I] and a bias [2 * F], those of the gates first."""
-        self._features = len(weight) // 2
-        library = native_library() if kernels == "native" else None
-        self._native = None if library is None else library.ops.gated_linear.default
-        self._linear: PackedLinear | None = None
-        if library is None:
-            self._linear = PackedLinear(weight, bias, kernels=kernels, int8_for=int8_for)
-        else:
-            self._map = NativeMap.pack(library.ops, weight, bias, gated=True, int8_for=int8_for)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._native is not None:
-            return self._native(x, self._map.weight, self._map.bias, self._features, self._map.scales)
-        assert self._linear is not None
-        return ops.gated_silu(self._linear(x))
+def _silu(adapter: Adapter) -> _Map | None:
+    """SiLU by itself is a gate of something that is always one: no weight, and a bias of one."""
+    if adapter.down_proj is None:
+        return None
+    weight = adapter.down_proj.weight.detach()
+    norm = adapter.norm.weight.detach()  # of the states' type, which the weight need not be
+    bias = torch.cat((norm.new_zeros(len(weight)), norm.new_ones(len(weight))))
+    return torch.cat((weight, torch.zeros_like(weight))), bias
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:

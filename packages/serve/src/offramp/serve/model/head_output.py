@@ -40,6 +40,10 @@ class HeadOutput:
         """Some of the rows."""
         return HeadOutput(self.token_ids[index], self.best[index], self.second[index], self.logsumexp[index])
 
+    def renumbered(self, token_ids: Tensor) -> HeadOutput:
+        """With the token ids that a shortlist's own numbers stand for."""
+        return HeadOutput(token_ids[self.token_ids], self.best, self.second, self.logsumexp)
+
     @property
     def max_probability(self) -> Tensor:
         """[N] probability of the best token."""

@@ -133,6 +133,13 @@ class PackedLinear:
         weight = weight.contiguous() if int8_for is None else quantize(weight).dequantized(int8_for)
         self._weight = _pack(weight) if self.kernels == "packed" else weight
 
+    @property
+    def packed(self) -> NativeMap | None:
+        """The map as native operations take it; None where they do not, or there is a bias."""
+        if self.kernels != "native" or self._bias is not None:
+            return None
+        return NativeMap(self._weight, None, self._scales)
+
     def __call__(self, x: Tensor) -> Tensor:
         """[N, I] -> [N, O]."""
         if self.kernels == "native":

@@ -47,7 +47,9 @@ def agrees_with_torch(ops: Any) -> bool:
         ops: namespace of the C++ operations.
     """
     return all(
-        _maps_agree(ops, dtype) and all(_layers_agree(ops, dtype, shape) for shape in _LAYER_SHAPES)
+        _maps_agree(ops, dtype)
+        and _exits_agree(ops, dtype)
+        and all(_layers_agree(ops, dtype, shape) for shape in _LAYER_SHAPES)
         for dtype in _TOLERANCES
     )
 
@@ -77,6 +79,35 @@ def _maps_agree(ops: Any, dtype: torch.dtype) -> bool:
             (torch.stack(head[1:3], 1), best),
             (head[3], logits.logsumexp(1)),
             (logits.gather(1, head[0][:, None])[:, 0], best[:, 0]),
+        )
+    )
+
+
+def _exits_agree(ops: Any, dtype: torch.dtype) -> bool:
+    """An exit head that has all it can have, the exit test, and the cosine of states."""
+    generator = torch.Generator().manual_seed(2)
+    x, inner_norm, norm = (torch.randn(size, generator=generator).to(dtype) for size in ((6, 45), (45,), (45,)))
+    gate_up, down, unembedding = (
+        (torch.randn(size, generator=generator) / 7).to(dtype) for size in ((26, 45), (45, 13), (70, 45))
+    )
+    packed = (ops.pack_linear(gate_up, gated=True), None, None, 13, ops.pack_linear(down), None, None)
+    head = (inner_norm, *packed, True, norm, _EPS)
+    wide = x.double()
+    gates, ups = F.linear(_norm(wide, inner_norm.double()), gate_up.double()).chunk(2, dim=1)
+    scale = wide.pow(2).mean(dim=1, keepdim=True).add(_EPS).sqrt()
+    exact = _norm(wide + F.linear(F.silu(gates) * ups, down.double()) * scale, norm.double())
+    state, token_ids, best, _, _, margin = ops.exit_test(x, *head, ops.pack_linear(unembedding), None, 70, True)
+    logits = F.linear(state.double(), unembedding.double())
+    shares = logits.softmax(dim=1).topk(2).values
+    return all(
+        _close(ours, expected, dtype)
+        for ours, expected in (
+            (ops.exit_state(x, *head), exact),
+            (state, exact),
+            (best, logits.amax(dim=1)),
+            (logits.gather(1, token_ids[:, None])[:, 0], logits.amax(dim=1)),
+            (margin, shares[:, 0] - shares[:, 1]),
+            (ops.cosine(x, state), F.cosine_similarity(wide, state.double(), dim=1)),
         )
     )
 

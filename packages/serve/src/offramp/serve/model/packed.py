@@ -18,11 +18,13 @@ from torch import Tensor
 
 from offramp.common.model.block import Block
 from offramp.common.model.exit_head import ExitHead
+from offramp.common.model.norm import RMSNorm
 from offramp.common.model.rope import inverse_frequencies, rotary_tables
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve.config import Kernels, Quantization
 from offramp.serve.kv_cache.storage import KVStorage
-from offramp.serve.model.exit_transform import ExitTransform, row_norm
+from offramp.serve.model.exit_transform import ExitTransform, HeadMeasure, cosine
+from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.layers import ExitBlock, Fill, Layers
 from offramp.serve.model.layers_native import NativeFill, NativeLayers
 from offramp.serve.model.layers_torch import TorchFill, TorchLayers
@@ -38,18 +40,16 @@ class PackedExit:
 
     Attributes:
         layer: exit layer.
-        transform: the early exit's head; None at the final exit, and where `block` is all.
-        block: the head's block, run on the cache.
-        norm: [D] weight of the norm before the unembedding; None if there is none or `transform` has it.
+        block: the head's block, run on the cache; None if it has none.
+        transform: the rest of the head: what comes before the unembedding.
         unembed: D -> V.
         unembedding: [V, D] plain, for shortlists.
         next_cache_layer: the first cache layer that a row which leaves here has to fill; the others follow it.
     """
 
     layer: int
-    transform: ExitTransform | None
     block: ExitBlock | None
-    norm: Tensor | None
+    transform: ExitTransform
     unembed: PackedLinear
     unembedding: Tensor
     next_cache_layer: int
@@ -66,6 +66,7 @@ class PackedModel:
         exits: exit layer -> exit, ascending; the final one is the last.
         num_cache_layers: C. An exit head with a block has a cache layer of its own, after that of its exit layer.
         has_exit_blocks: whether exit heads have blocks.
+        cosine: the confidence measure of that name, of states [N, D] and those before the layer.
     """
 
     def __init__(
@@ -101,10 +102,9 @@ class PackedModel:
         self.dtype = dtype
         on_cpu = model.embed_tokens.weight.device.type == "cpu"
         self.kernels: ChosenKernels = choose_kernels(kernels, dtype) if on_cpu else "plain"
-        self._rms_norm = row_norm(self.kernels)
+        self.cosine = cosine(self.kernels)
         self._embedding = model.embed_tokens.weight.detach().to(dtype)
         self.has_exit_blocks = model.exit_config.head == "block"
-        final_norm = model.norm.weight.detach()
         heads = {e: cast(ExitHead, model.exits[str(e)]) for e in model.exit_config.layers}
         backbone = [cast(Block, block) for block in model.layers]
 
@@ -133,12 +133,11 @@ class PackedModel:
         self.exits: dict[int, PackedExit] = {}
         for number, (layer, head) in enumerate(heads.items()):
             own = None if head.unembed is None else head.unembed.weight.detach()
-            block_norm = None if head.norm is None or head.block is None else head.norm.weight.detach()
+            norm = model.norm if model.exit_config.head == "final" else head.norm
             self.exits[layer] = PackedExit(
                 layer=layer,
-                transform=self._pack_transform(head) if head.block is None else None,
                 block=None if block_layers is None else ExitBlock(block_layers, number),
-                norm=final_norm if model.exit_config.head == "final" else block_norm,
+                transform=self._pack_transform(head, norm),
                 unembed=unembed if own is None else self.linear(own),
                 unembedding=shared if own is None else own,
                 next_cache_layer=after_exit[layer],
@@ -146,7 +145,8 @@ class PackedModel:
         final = config.num_layers
         if final_shortlist is not None:
             unembed = ShortlistHead(shared, final_shortlist, self.kernels, int8_for=self._int8_for)
-        self.exits[final] = PackedExit(final, None, None, final_norm, unembed, shared, self.num_cache_layers)
+        last = self._pack_transform(None, model.norm)
+        self.exits[final] = PackedExit(final, None, last, unembed, shared, self.num_cache_layers)
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         """A linear map that is computed as the model's own are."""
@@ -180,19 +180,22 @@ class PackedModel:
     def exit_state(self, layer: int, x: Tensor, rows: Rows, cache: KVStorage) -> Tensor:
         """State [N, D] that the unembedding of exit `layer` reads, from the rows' states after that layer."""
         point = self.exits[layer]
-        if point.block is not None:
-            x = point.block.run(x, rows, cache)
-        elif point.transform is not None:
-            x = point.transform(x)
-        return x if point.norm is None else self._rms_norm(x, point.norm, self.config.rms_norm_eps)
+        return point.transform(x if point.block is None else point.block.run(x, rows, cache))
+
+    def test_exit(
+        self, layer: int, x: Tensor, rows: Rows, cache: KVStorage, unembed: PackedLinear, measure: HeadMeasure
+    ) -> tuple[Tensor, HeadOutput, Tensor]:
+        """What `exit_state` gives, and what follows from it by an unembedding; see `ExitTransform.test`."""
+        point = self.exits[layer]
+        return point.transform.test(x if point.block is None else point.block.run(x, rows, cache), unembed, measure)
 
     def fill(self, layer: int, x: Tensor, rows: Rows, cache: KVStorage) -> None:
         """Write keys and values of all cache layers after exit `layer` from the states [N, D] that left there."""
         assert self._fill is not None, "there are no early exits"
         self._fill.write(self.exits[layer].next_cache_layer, x, rows, cache)
 
-    def _pack_transform(self, head: ExitHead) -> ExitTransform:
-        return ExitTransform(head, self.config.rms_norm_eps, self.kernels, int8_for=self._int8_for)
+    def _pack_transform(self, head: ExitHead | None, norm: RMSNorm | None) -> ExitTransform:
+        return ExitTransform(head, norm, self.config.rms_norm_eps, self.kernels, int8_for=self._int8_for)
 
     def _pack_layers(self, blocks: Sequence[Block], cache_layers: Sequence[int], release: bool) -> Layers:
         library = native_library() if self.kernels == "native" else None

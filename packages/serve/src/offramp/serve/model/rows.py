@@ -123,8 +123,16 @@ class Rows:
         return joined.select(order), order
 
 
-def build_rows(scheduled: Sequence[ScheduledRequest], context: RowContext) -> Rows:
-    """Lay out an iteration: the rows of one request after those of the other; sequences count as the requests do."""
+def build_rows(
+    scheduled: Sequence[ScheduledRequest], context: RowContext, is_parked: Sequence[bool] | None = None
+) -> Rows:
+    """Lay out an iteration: the rows of one request after those of the other; sequences count as the requests do.
+
+    Args:
+        scheduled: the requests.
+        context: what all rows share.
+        is_parked: for each request, whether its row exists already and joins later, by its block table; None: for none.
+    """
     size = context.block_size
     starts = np.array([item.start for item in scheduled])
     counts = np.array([item.num_tokens for item in scheduled])
@@ -136,7 +144,9 @@ def build_rows(scheduled: Sequence[ScheduledRequest], context: RowContext) -> Ro
     )
     sequences = np.arange(len(scheduled), dtype=np.int32)
     positions = starts
-    if counts.max() > 1:
+    if is_parked is not None and any(is_parked):
+        counts = np.where(is_parked, 0, counts)
+    if (counts != 1).any():
         sequences = sequences.repeat(counts)
         positions = np.arange(len(sequences)) + (starts - counts.cumsum() + counts).repeat(counts)
     slots = tables[sequences, positions // size].astype(np.int64) * size + positions % size

@@ -102,6 +102,7 @@ class OfframpOptions(_Body):
     threshold: float | None = None
     thresholds: dict[Annotated[int, BeforeValidator(_as_key)], float] | None = None
     min_exit_layer: int | None = Field(default=None, ge=1)
+    shortlist_only: bool | None = None
     kv_policy: KVPolicy | None = None
     max_pending: int | None = Field(default=None, ge=1)
     exit_layer: int | None = Field(default=None, ge=1)

@@ -174,7 +174,8 @@ class Scheduler:
     ) -> list[Request]:
         """Take in what an iteration computed.
 
-        Requests that were cancelled or failed since `schedule` are passed over; every other one whose rows predict a
+        Requests that were cancelled or failed since `schedule` are passed over. One that decodes may have no result:
+        its newest row is parked at an exit, and it is scheduled again as it is. Every other one whose rows predict a
         token must have a result, and one that asks for `prompt_logprobs` must have those of its rows (which may be left
         out if it runs again and has them all).
 
@@ -194,6 +195,8 @@ class Scheduler:
             if request.status.is_finished:
                 continue
             sequence = self._running[request.request_id]
+            if item.phase is Phase.DECODE and request.request_id not in results:
+                continue
             result = results[request.request_id] if item.samples else results.get(request.request_id)
             status = advance(sequence, item, result or IterationResult(), self._num_layers, text_stops)
             if not request.status.is_finished:  # `text_stops` may fail it

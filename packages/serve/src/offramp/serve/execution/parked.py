@@ -1,0 +1,100 @@
+"""Parked rows: newest rows that are not sure at an exit and wait there until enough of them want the layers above.
+
+At small batches a layer takes nearly as long for two rows as for eight, because reading its weights is what takes the
+time. So it does not pay to run the deep layers in every iteration for the few rows that stay. With `deep_quorum` these
+are put away where they are, and their requests get no token and bring no new row, until a quorum is together. What a
+row is given does not depend on when it goes on, so answers stay what they are; they only come later.
+
+Legend: N rows, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from offramp.serve.execution.sweep import Mask
+
+
+@dataclass
+class ParkedRows:
+    """Rows of one request that wait at one exit: its newest, and those that were carried along with it.
+
+    Attributes:
+        exit_layer: where.
+        positions: [N] ascending.
+        x: [N, D] states after the exit layer.
+        waited: iterations that the newest row has waited, at earlier exits too.
+    """
+
+    exit_layer: int
+    positions: Tensor
+    x: Tensor
+    waited: int = 0
+
+
+class Parking:
+    """The parked rows of all requests, and when they go on.
+
+    Attributes:
+        is_open: whether rows are parked at all.
+    """
+
+    def __init__(self, quorum: float, max_iterations: int) -> None:
+        """Start empty.
+
+        Args:
+            quorum: share of an iteration's decoding requests that must want the layers above an exit; 0: nobody waits.
+            max_iterations: most iterations that a row waits.
+        """
+        self.is_open = quorum > 0
+        self._quorum, self._max_iterations = quorum, max_iterations
+        self._parked: dict[str, ParkedRows] = {}
+
+    def __len__(self) -> int:
+        """Rows parked, of all requests together."""
+        return sum(len(rows.positions) for rows in self._parked.values())
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request's newest row waits."""
+        return request_id in self._parked
+
+    def waiting(self, request_ids: Iterable[str], exit_layer: int | None = None) -> dict[str, ParkedRows]:
+        """What waits of some requests, at one exit or (None) at any."""
+        found = ((one, self._parked.get(one)) for one in request_ids)
+        return {one: rows for one, rows in found if rows is not None and exit_layer in (None, rows.exit_layer)}
+
+    def begin(self, request_ids: Sequence[str]) -> npt.NDArray[np.int64]:
+        """An iteration begins with some requests: those that wait have waited once more.
+
+        Returns:
+            [I] how many iterations each has waited.
+        """
+        for rows in self.waiting(request_ids).values():
+            rows.waited += 1
+        return np.array([0 if one not in self._parked else self._parked[one].waited for one in request_ids])
+
+    def are_due(self, waited: npt.NDArray[np.int64]) -> Mask:
+        """Which rows have waited for so many iterations that they must go on."""
+        return waited >= self._max_iterations
+
+    def has_quorum(self, num_requests: int, num_decodes: int) -> bool:
+        """Whether so many of an iteration's decoding requests are enough to run the layers above an exit."""
+        return num_requests >= self._quorum * num_decodes
+
+    def put(self, request_id: str, rows: ParkedRows) -> None:
+        """Park the rows of a request."""
+        assert request_id not in self._parked, request_id
+        self._parked[request_id] = rows
+
+    def take(self, request_id: str) -> ParkedRows:
+        """Get the rows of a request that waits, for good."""
+        return self._parked.pop(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is parked of a request."""
+        self._parked.pop(request_id, None)
