@@ -34,7 +34,7 @@ from offramp.serve.execution.kept_tokens import KeptTokens
 from offramp.serve.execution.kv_policy import bound_layers, carries_on, leave_rules
 from offramp.serve.execution.parked import ParkedRows, Parking
 from offramp.serve.execution.sweep import Arrival, LeftRows, Mask, Places, Sweep
-from offramp.serve.execution.sync_policy import PassTimes, sync_rule
+from offramp.serve.execution.sync_policy import PassTimes, leave_alone, sync_rule
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.measures.iteration_clock import IterationClock
 from offramp.serve.measures.records import SegmentRun, Trace
@@ -195,20 +195,16 @@ class Executor:
         block = self._model.exits[layer].block
         if block is not None:
             block.write(sweep.x, sweep.rows, self._cache)
-        gate, num_rows = iteration.exits, len(sweep)
+        num_rows = len(sweep)
+        leaves, asked, scored = self._ask(iteration, sweep, layer)
         leaving = sweep.bound == layer
-        scored: list[Scored] = []
-        asked = np.flatnonzero(sweep.predicts & gate.asked[sweep.items])
-        if len(asked):
-            items = sweep.items[asked]
-            is_tested = gate.is_tested(layer)[items]
-            if is_tested.any():
-                scored = gate.test(layer, sweep, asked if is_tested.all() else asked[is_tested], self._cache)
-            leaves = self._sync_rule(gate.sure[items], layer, num_rows) & gate.may_leave(layer)[items]
-            if leaves.any():
+        if leaves.any():
+            if len(asked) == num_rows:
+                leaving |= leaves
+            else:
                 # Rows that were carried along share the fate of their sequence's newest one.
                 goes = np.zeros(len(iteration.scheduled), dtype=np.bool_)
-                goes[items[leaves]] = True
+                goes[sweep.items[asked[leaves]]] = True
                 leaving |= goes[sweep.items]
         seconds = self._clock.lap("exit_test")
         if not leaving.any():
@@ -220,6 +216,26 @@ class Executor:
         seconds += self._clock.lap("other")
         if self._times is not None:
             self._times.left(layer, num_rows, seconds)
+
+    def _ask(self, iteration: Iteration, sweep: Sweep, layer: int) -> tuple[Mask, Places, list[Scored]]:
+        """Test newest rows, and let the sync policy decide.
+
+        Returns:
+            Which rows leave [n], the places of these n among the rows inside, and what was measured.
+        """
+        gate, asked = iteration.exits, sweep.newest
+        if self._sync_rule is leave_alone and gate.is_open_to_all(layer):
+            # Whoever was sure before has left, so every newest row is tested and decides for itself.
+            scored = gate.test(layer, sweep, asked, self._cache) if len(asked) else []
+            return gate.sure[sweep.items[asked]], asked, scored
+        asked = asked[gate.asked[sweep.items[asked]]]
+        items = sweep.items[asked]
+        if not len(asked):
+            return gate.sure[items], asked, []
+        is_tested = gate.is_tested(layer)[items]
+        scored = gate.test(layer, sweep, asked[is_tested], self._cache) if is_tested.any() else []
+        leaves = self._sync_rule(gate.sure[items], layer, len(sweep)) & gate.may_leave(layer)[items]
+        return leaves, asked, scored
 
     def _exit_state(self, sweep: Sweep, layer: int, places: Places) -> Tensor:
         """State [n, D] that an exit's unembedding reads, for the rows at `places` [n]."""

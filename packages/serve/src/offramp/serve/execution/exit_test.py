@@ -242,6 +242,7 @@ class IterationExits:
         self.any_veto = self.any_shortlist_only = False
         self._exits = exits
         self._is_open: dict[int, Mask] = {}
+        self._open_to_all: set[int] = set()
         if not any(exits):
             self.asked: Mask = self.sure
             self.layers: list[int] = []
@@ -262,6 +263,7 @@ class IterationExits:
         self.layers = [layer for layer, is_used in zip(candidates, by_exit, strict=True) if is_used]
         self._levels = dict(zip(candidates, levels.T.copy(), strict=True))
         self._is_open = dict(zip(candidates, used.T.copy(), strict=True))
+        self._open_to_all.update(layer for layer in self.layers if self._is_open[layer].all())
         # A row goes one way or the other by its own needs, never by its neighbours'.
         groups: dict[tuple[ExitRule, bool], int] = {}
         numbers = [
@@ -277,13 +279,17 @@ class IterationExits:
         """[I] requests that may leave at `layer`."""
         return self._is_open.get(layer, np.zeros(len(self.sure), dtype=np.bool_))
 
+    def is_open_to_all(self, layer: int) -> bool:
+        """Whether every request may leave at `layer`."""
+        return layer in self._open_to_all
+
     def is_tested(self, layer: int) -> Mask:
         """[I] requests with a threshold at `layer` that are not sure yet."""
-        return self._is_open[layer] & ~self.sure
+        return self.is_open(layer) & ~self.sure
 
     def may_leave(self, layer: int) -> Mask:
         """[I] requests that `layer` is open to, or that were sure already at an exit before it."""
-        return self._is_open[layer] | self.sure
+        return self.is_open(layer) | self.sure
 
     def off_shortlist(self, items: Places, token_ids: npt.NDArray[np.int64]) -> Mask:
         """[n] requests whose token [n] must be on their shortlist and is not; see `ExitRule`."""
@@ -314,7 +320,7 @@ class IterationExits:
         Returns:
             All N rows, in parts.
         """
-        items = sweep.items[tested]
+        items = sweep.items if len(tested) == len(sweep) else sweep.items[tested]
         if len(self._groups) == 1:
             values, result = self._measure(self._groups[0], layer, sweep, tested, cache)
             measured, scored = values.numpy(force=True).astype(np.float64), [result]

@@ -109,6 +109,11 @@ class Sweep:
     def __len__(self) -> int:
         return len(self.items)
 
+    @property
+    def newest(self) -> Places:
+        """[n] where the rows are that predict a token."""
+        return np.flatnonzero(self.predicts)
+
     def select(self, states: Tensor, places: Places) -> Tensor:
         """Rows at `places` [n] of states [N, D]; all of them without a copy."""
         return states if len(places) == len(states) else states.index_select(0, torch.from_numpy(places))
