@@ -20,7 +20,8 @@ and blocks from running ones of a less urgent priority, never of its own.
 **Admission.** Waiting requests come in by priority, and clients take turns (`fair_queue`); nobody overtakes the head.
 It needs blocks for all its known tokens beside those that running requests need for theirs, and one more for each of
 these, so that what was just admitted (or preempted) does not come and go with every block that fills up. A head whose
-next block is just being computed by a running request waits for it, to share it instead of computing it again.
+next block is just being computed by a running request waits for it, to share it instead of computing it again. Where
+deep passes are put off, prompts wait for the next one (`prompt_hold`).
 
 Which keys and values requests share is said in `block_tables`.
 
@@ -44,6 +45,7 @@ from offramp.serve.scheduling.block_tables import BlockTables
 from offramp.serve.scheduling.depth_grouping import similar_depths
 from offramp.serve.scheduling.limits import check_limits
 from offramp.serve.scheduling.progress import TextStops, advance
+from offramp.serve.scheduling.prompt_hold import PromptHold
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
 from offramp.serve.scheduling.sequence import SequenceState
 
@@ -76,6 +78,7 @@ class Scheduler:
         self._num_layers = num_layers
         self._tables = BlockTables(block_pool, config.block_size, config.prefix_caching)
         self._waiting = AdmissionQueue(quantum=config.max_tokens_per_iteration)
+        self._hold = PromptHold(config.deep_quorum, config.max_parked_iterations)
         self._running: dict[str, SequenceState] = {}
         self._just_preempted: list[str] = []
         self._num_iterations = 0
@@ -154,7 +157,9 @@ class Scheduler:
         Every output must be given to `update`, also when running it failed.
         """
         assert self._in_flight is None, "schedule() again before update()"
-        self._admit()
+        num_startable = min(len(self._waiting), self._config.max_num_seqs - len(self._running))
+        if not self._hold.holds(num_startable, self._running.values()):
+            self._admit()
         running = sorted(self._running.values(), key=lambda sequence: sequence.rank)
         copies: list[tuple[int, int]] = []
         scheduled = self._plan(running, self._choose_decodes(running), copies)
@@ -190,12 +195,14 @@ class Scheduler:
         assert output is self._in_flight, "update() with an output that is not the last one of schedule()"
         self._in_flight = None
         advanced: list[Request] = []
+        parked: list[str] = []
         for item in output.scheduled:
             request = item.request
             if request.status.is_finished:
                 continue
             sequence = self._running[request.request_id]
             if item.phase is Phase.DECODE and request.request_id not in results:
+                parked.append(request.request_id)
                 continue
             result = results[request.request_id] if item.samples else results.get(request.request_id)
             status = advance(sequence, item, result or IterationResult(), self._num_layers, text_stops)
@@ -205,6 +212,7 @@ class Scheduler:
                     self._end(request.request_id, status)
             if item.samples or request.status.is_finished:
                 advanced.append(request)
+        self._hold.update(parked)
         return advanced
 
     def _admit(self) -> None:

@@ -1,0 +1,54 @@
+"""When waiting prompts start, if deep passes are put off (`EngineConfig.deep_quorum`).
+
+The rows of a prompt run all layers, so an iteration with a prompt is a deep pass for everybody. If answers are short,
+nearly every iteration would have one, and no row would ever be parked for long. So prompts start together with a deep
+pass that is coming anyway: when they, the parked rows, and as many more as were parked in the last iteration make the
+quorum. They wait for at most as many iterations as a parked row does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from offramp.serve.scheduling.sequence import SequenceState
+
+
+class PromptHold:
+    """Whether prompts wait for the next deep pass."""
+
+    def __init__(self, quorum: float, max_iterations: int) -> None:
+        """Start with nobody parked.
+
+        Args:
+            quorum: share of the decoding requests; 0: prompts never wait.
+            max_iterations: most iterations in a row in which prompts are held.
+        """
+        self._quorum, self._max_iterations = quorum, max_iterations
+        self._parked: frozenset[str] = frozenset()
+        self._num_newly_parked = 0
+        self._num_held = 0
+
+    def update(self, parked: Collection[str]) -> None:
+        """An iteration has ended, and the newest rows of these requests are parked."""
+        names = frozenset(parked)
+        self._num_newly_parked = len(names - self._parked)
+        self._parked = names
+
+    def holds(self, num_startable: int, running: Collection[SequenceState]) -> bool:
+        """Whether prompts go on waiting in the iteration that is being scheduled.
+
+        Args:
+            num_startable: waiting requests for which there are seats.
+            running: requests that have one.
+        """
+        holds = self._quorum > 0 and num_startable > 0 and self._is_early(num_startable, running)
+        self._num_held = self._num_held + 1 if holds else 0
+        return holds
+
+    def _is_early(self, num_startable: int, running: Collection[SequenceState]) -> bool:
+        if not running or self._num_held >= self._max_iterations:
+            return False
+        if any(sequence.request.runs_full_depth or not sequence.decodes for sequence in running):
+            return False  # this iteration is a deep pass
+        num_parked = sum(sequence.request.request_id in self._parked for sequence in running)
+        return num_startable + num_parked + self._num_newly_parked < self._quorum * len(running)
