@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from helpers.requests import make_request
-
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.request import Request
 from offramp.serve.scheduling.prompt_hold import PromptHold
