@@ -251,3 +251,80 @@ def test_a_request_that_cannot_be_prepared_fails_alone(engine: FakeEngine, threa
     assert good.text == " 0 1 2 3"
     assert not thread.is_new(["bad", "good"])
     assert not thread.is_unprepared(["bad", "good"])
+
+
+def test_only_the_loop_calls_sinks_and_the_observer(engine: FakeEngine) -> None:
+    callers: set[str] = set()
+
+    class Watching(Recorder):
+        def fail(self, request_id: str, cause: Exception) -> None:
+            callers.add(threading.current_thread().name)
+            super().fail(request_id, cause)
+
+    def refuse(bad: Request) -> None:
+        raise OfframpError("no such language.")
+
+    engine.on_prepare = refuse
+    thread = EngineThread(
+        engine, max_requests=8, on_iteration=lambda outputs: callers.add(threading.current_thread().name)
+    )
+    sink = Watching()
+    thread.submit(request("bad", constraint=Constraint("json")), sink)
+    assert sink.over.wait(5)
+    thread.close()
+    assert callers == {"engine"}
+
+
+class Panic(BaseException):
+    """What libraries in Rust raise when they panic."""
+
+
+def test_a_library_that_panics_over_a_request_takes_no_later_one_with_it(
+    engine: FakeEngine, thread: EngineThread
+) -> None:
+    def panic(bad: Request) -> None:
+        if bad.request_id == "bad":
+            raise Panic("unreachable was reached")
+
+    engine.on_prepare = panic
+    bad, good = Recorder(), Recorder()
+    thread.submit(request("bad", constraint=Constraint("json")), bad)
+    thread.submit(request("good", constraint=Constraint("json")), good)
+    assert good.over.wait(5)
+    assert good.text == " 0 1 2 3"
+    assert [str(cause) for _, cause in bad.failures] == ["Panic: unreachable was reached"]
+
+
+def test_when_the_loop_panics_everybody_hears_of_it(engine: FakeEngine, thread: EngineThread) -> None:
+    def panic() -> None:
+        raise Panic("unreachable was reached")
+
+    engine.on_step = panic
+    sink = Recorder()
+    thread.submit(request("r"), sink)
+    assert sink.over.wait(5)
+    assert str(thread.failure) == "Panic: unreachable was reached"
+    with pytest.raises(EngineStoppedError, match="unreachable was reached"):
+        thread.submit(request("late"), Recorder())
+
+
+def test_close_waits_for_what_is_being_prepared_and_prepares_nothing_more(engine: FakeEngine) -> None:
+    prepared: list[str] = []
+    busy = threading.Event()
+
+    def prepare(slow: Request) -> None:
+        busy.set()
+        time.sleep(0.1)
+        prepared.append(slow.request_id)
+
+    engine.on_prepare = prepare
+    before = threading.active_count()
+    thread = EngineThread(engine, max_requests=8)
+    sinks = [Recorder() for _ in range(3)]
+    for number, sink in enumerate(sinks):
+        thread.submit(request(str(number), constraint=Constraint("json")), sink)
+    assert busy.wait(5)
+    thread.close()
+    assert threading.active_count() == before
+    assert prepared == ["0"]
+    assert all(isinstance(sink.failures[0][1], EngineStoppedError) for sink in sinks)

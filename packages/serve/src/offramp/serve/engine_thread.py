@@ -2,8 +2,8 @@
 
 The engine iterates at its own pace in one thread, so nothing that happens in a web server can hold an iteration up, and
 the engine needs no locks. What takes long before a request can start (compiling the language of its answer) is done in
-a second thread, one request after the other: so neither iterations nor the caller of `submit` wait for it. A sink is
-called in one of the two threads, in order, and never again after it was told that its request is over.
+a second thread, one request after the other: so neither iterations nor the caller of `submit` wait for it. Sinks and
+the observer are called in the loop's thread alone, a sink never again after it was told that its request is over.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SteppingEngine(Protocol):
 
 
 class Sink(Protocol):
-    """Where a request's outputs go. Called in the engine's thread, so both return at once."""
+    """Where a request's outputs go. Called in the loop's thread, so both return at once."""
 
     def put(self, output: RequestOutput) -> None:
         """Takes the newest output; one with a `finish_reason` is the last."""
@@ -95,6 +95,7 @@ class EngineThread:
         self._condition = threading.Condition()
         self._unprepared: deque[list[Request]] = deque()
         self._arrivals: list[Request] = []
+        self._unpreparable: list[tuple[list[Request], Exception]] = []
         self._cancelled: list[str] = []
         self._sinks: dict[str, Sink] = {}
         self._started: set[str] = set()  # requests that have had an output; the others still wait or are in prefill
@@ -197,11 +198,13 @@ class EngineThread:
                 self._attended_at = time.monotonic()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stops after the iteration that runs now; every live request fails."""
+        """Stops after what the two threads are doing now; every live request fails."""
+        deadline = time.monotonic() + timeout_s
         with self._condition:
             self._closing = True
             self._condition.notify_all()
-        self._thread.join(timeout_s)
+        for thread in (self._thread, self._preparing):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _prepare(self) -> None:
         """The second thread: from unprepared requests to arrivals."""
@@ -209,7 +212,7 @@ class EngineThread:
             with self._condition:
                 while not (self._unprepared or self._closing or self._stopped):
                     self._condition.wait()
-                if not self._unprepared:
+                if self._closing or self._stopped:
                     return
                 requests = self._unprepared.popleft()
                 requests = [request for request in requests if request.request_id in self._sinks]
@@ -217,17 +220,15 @@ class EngineThread:
             try:
                 for request in requests:
                     self._engine.prepare(request)
-            except Exception as error:
-                cause = error
-            if cause is not None:
-                for request in requests:
-                    self._fail(request.request_id, cause)
-                self._after_iteration([])
-                continue
+            except BaseException as error:
+                cause = _as_exception(error)
             with self._condition:  # those that were cancelled meanwhile are unknown to the engine
                 live = [request for request in requests if request.request_id in self._sinks]
                 self._to_prepare.difference_update(request.request_id for request in live)
-                self._arrivals += live
+                if cause is None:
+                    self._arrivals += live
+                else:
+                    self._unpreparable.append((live, cause))
                 self._condition.notify_all()
 
     def _run(self) -> None:
@@ -239,9 +240,9 @@ class EngineThread:
                     self._new -= arrived
                 self._after_iteration(outputs)
             cause: Exception = EngineStoppedError("the engine was closed")
-        except Exception as error:  # whatever it was, every sink must hear of it
+        except BaseException as error:  # whatever it was, every sink must hear of it
             log.exception("The engine loop has died")
-            cause = error
+            cause = _as_exception(error)
         with self._condition:
             self._stopped = cause
             live = list(self._sinks.items())
@@ -261,13 +262,17 @@ class EngineThread:
             Ids of the requests that arrived.
         """
         with self._condition:
-            while not (self._arrivals or self._cancelled or self._closing or self._engine.has_unfinished):
+            while not self._has_work():
                 self._condition.wait()
             if self._closing:
                 return None
             arrivals, self._arrivals = self._arrivals, []
             cancelled, self._cancelled = self._cancelled, []
+            unpreparable, self._unpreparable = self._unpreparable, []
             orphans = list(self._sinks) if self._lease_has_run_out() else []
+        for requests, cause in unpreparable:
+            for request in requests:
+                self._fail(request.request_id, cause)
         for request_id in orphans:
             # A front that was only slow, not gone, finds the failure and can end its response.
             self._fail(request_id, OrphanedError(f"nobody asked for the output for {self._lease_s:g} s"))
@@ -284,6 +289,10 @@ class EngineThread:
                 except Exception as error:
                     self._fail(request.request_id, error)
         return arrived
+
+    def _has_work(self) -> bool:
+        waits = self._arrivals or self._unpreparable or self._cancelled
+        return bool(waits) or self._closing or self._engine.has_unfinished
 
     def _lease_has_run_out(self) -> bool:
         if self._lease_s is None or self._attending:
@@ -318,6 +327,15 @@ class EngineThread:
             self._on_iteration(outputs)
         except Exception:
             log.exception("The engine loop's observer failed; the loop goes on")
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """An error as one that may be handed on: what a library in Rust raises when it panics is none by itself."""
+    if isinstance(error, Exception):
+        return error
+    found = EngineStoppedError(f"{type(error).__name__}: {error}")
+    found.__cause__ = error
+    return found
 
 
 def _sentence(error: Exception) -> str:
