@@ -148,6 +148,19 @@ def test_who_is_cancelled_while_parked_leaves_nothing() -> None:
     assert not engine.has_unfinished
 
 
+def test_a_prompt_does_not_wait_for_company_where_nobody_may_leave() -> None:
+    engine = make_engine(tiny_model(EXITS), deep_quorum=1.0, max_parked_iterations=20)
+    closed = ExitPolicy("margin", {1: 1.0})
+    for index in range(3):
+        engine.add_request(Job((5 + index, 6), 30, closed).request(str(index)))
+    for _ in range(4):
+        engine.step()
+    late = Job((8, 9), 3, closed).request("late")
+    engine.add_request(late)
+    engine.step()
+    assert late.output_token_ids
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"sync_policy": "all"}, {"sync_policy": "quantile"}, {"split_rule": "cost"}, {"deep_quorum": 1.5}],

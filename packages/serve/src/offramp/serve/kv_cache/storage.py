@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from offramp.common.errors import OfframpError
 from offramp.serve import memory
 
 
@@ -45,9 +46,18 @@ class KVStorage:
             dtype: of keys and values.
             poison: fill with NaN, so that a token which attends to a slot never written shows. Otherwise memory stays
                 untouched, and the operating system provides it only when it is used.
+
+        Raises:
+            OfframpError: the operating system refuses so much.
         """
         shape = (num_layers, num_blocks * block_size, 2 * num_kv_heads * head_dim)
-        self.data = memory.empty(shape, dtype)
+        try:
+            self.data = memory.empty(shape, dtype)
+        except (MemoryError, OSError, OverflowError, RuntimeError) as fault:
+            size = num_blocks * self.block_bytes(num_layers, block_size, num_kv_heads, head_dim, dtype)
+            raise OfframpError(
+                f"there is no memory for a KV cache of {size} bytes; lower kv_cache_bytes or num_blocks."
+            ) from fault
         if poison:
             self.data.fill_(torch.nan)
         self.block_size = block_size

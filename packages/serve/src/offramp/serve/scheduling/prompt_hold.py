@@ -3,7 +3,8 @@
 The rows of a prompt run all layers, so an iteration with a prompt is a deep pass for everybody. If answers are short,
 nearly every iteration would have one, and no row would ever be parked for long. So prompts start together with a deep
 pass that is coming anyway: when they, the parked rows, and as many more as were parked in the last iteration make the
-quorum. They wait for at most as many iterations as a parked row does.
+quorum. They wait for at most as many iterations as a parked row does, and not at all while decoding takes one deep pass
+after the other: then nothing is being put off.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from offramp.serve.scheduling.sequence import SequenceState
+
+_DEEP_IN_A_ROW = 2
+"""Deep passes without a prompt, one after the other, that show that none is being put off."""
 
 
 class PromptHold:
@@ -27,9 +31,17 @@ class PromptHold:
         self._parked: frozenset[str] = frozenset()
         self._num_newly_parked = 0
         self._num_held = 0
+        self._num_deep = 0
 
-    def update(self, parked: Collection[str]) -> None:
-        """An iteration has ended, and the newest rows of these requests are parked."""
+    def update(self, parked: Collection[str], *, is_deep: bool, has_prompts: bool = False) -> None:
+        """An iteration has ended.
+
+        Args:
+            parked: requests whose newest rows are parked.
+            is_deep: whether rows that decode ran all layers.
+            has_prompts: whether it had rows of prompts, which make any pass a deep one.
+        """
+        self._num_deep = self._num_deep + 1 if is_deep and not has_prompts else 0
         names = frozenset(parked)
         self._num_newly_parked = len(names - self._parked)
         self._parked = names
@@ -46,7 +58,7 @@ class PromptHold:
         return holds
 
     def _is_early(self, num_startable: int, running: Collection[SequenceState]) -> bool:
-        if not running or self._num_held >= self._max_iterations:
+        if not running or self._num_held >= self._max_iterations or self._num_deep >= _DEEP_IN_A_ROW:
             return False
         if any(sequence.request.runs_full_depth or not sequence.decodes for sequence in running):
             return False  # this iteration is a deep pass
