@@ -510,6 +510,7 @@ def test_when_the_engine_has_died_requests_fail_with_the_cause(
     assert "out of blocks" in events(stream)[-1]["error"]["message"]
     assert isinstance(stream, Generation)
     assert stream.error is not None
+    assert stream.error.status == 503
     assert "out of blocks" in refusal(service.open(COMPLETIONS, body(prompt=[4]), "2"), 503)["message"]
     assert "out of blocks" in refusal(service.open("health", b"", "3"), 503)["message"]
 

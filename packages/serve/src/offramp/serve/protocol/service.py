@@ -242,6 +242,8 @@ class OpenAIService:
 
     def _error_of(self, cause: Exception, body: GenerationBody) -> ApiError:
         """What a client is told when the engine has ended its request without an answer."""
+        if self._thread.failure is not None:  # it need not be this request that stopped it
+            return engine_dead(str(cause) or type(cause).__name__)
         if isinstance(cause, QueueFullError):
             return queue_full(self._thread.max_requests)
         if isinstance(cause, OfframpError):
