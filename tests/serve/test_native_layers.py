@@ -43,6 +43,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "group-3": {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},
     "group-4": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 80},
     "group-8": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 24},
+    "group-40": {"num_attention_heads": 40, "num_key_value_heads": 1, "head_dim": 8},
+    "group-2-wide": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
     "odd-sizes": {
         "num_attention_heads": 6,
         "num_key_value_heads": 3,
@@ -191,7 +193,11 @@ def mixed(side: Side, seed: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral-window", "mistral-wide-window", "qwen3", "group-1", "group-3", "group-8", "odd-sizes"]
+    "name",
+    [
+        *("llama", "mistral-window", "mistral-wide-window", "qwen3", "group-1", "group-3", "group-4", "group-8"),
+        *("group-40", "group-2-wide", "odd-sizes"),
+    ],
 )
 @torch.inference_mode()
 def test_a_rows_bits_do_not_depend_on_its_company(name: str, dtype: torch.dtype) -> None:

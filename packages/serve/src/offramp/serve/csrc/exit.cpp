@@ -81,7 +81,7 @@ void check_states(const Tensor& x) {
 Tensor exit_state(const Tensor& x, const OptionalTensor& inner_norm, const OptionalTensor& gated,
                   const OptionalTensor& gated_bias, const OptionalTensor& gated_scales, int64_t features,
                   const OptionalTensor& map, const OptionalTensor& map_bias, const OptionalTensor& map_scales, bool scaled,
-                    const OptionalTensor& norm, double eps) {
+                  const OptionalTensor& norm, double eps) {
   check_states(x);
   Tensor state;
   with_type(x, [&](auto type) {

@@ -6,10 +6,10 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 #include "gemm.h"
 #include "layers.h"
+#include "line_buffer.h"
 #include "norm.h"
 #include "parallel.h"
 
@@ -62,7 +62,7 @@ void transform(const ExitHead<T>& head, const T* x, int64_t rows, const ExitBuff
                Team team, Barrier& barrier) {
   if (head.map) {
     const int64_t padded = padded_depth<T>(head.hidden);
-    std::vector<T> own;
+    LineBuffer<T> own;
     const SharedNorm<T> norm{buffers.normed, head.hidden, padded, head.eps};
     const T* inner = norm(x, rows, head.inner_norm, own, team, barrier);
     int64_t inner_stride = padded;

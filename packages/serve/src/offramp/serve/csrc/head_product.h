@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <memory>
 #include <vector>
 
 #include "gemm.h"
 #include "head.h"
+#include "line_buffer.h"
 #include "parallel.h"
 
 namespace offramp {
@@ -20,20 +20,6 @@ constexpr int64_t kHeadRows = 96;
 // From one row's logits of a block to the next's. A power of two would put all rows into a few sets of the first-level
 // cache.
 constexpr int64_t kLogitsStride = kHeadBlock + 16;
-
-// fp32 in whole cache lines, of no value yet.
-class LogitsBuffer {
- public:
-  explicit LogitsBuffer(int64_t size) : memory_(new float[size + 16]) {
-    const auto address = reinterpret_cast<uintptr_t>(memory_.get());
-    start_ = reinterpret_cast<float*>((address + 63) / 64 * 64);
-  }
-  float* data() { return start_; }
-
- private:
-  std::unique_ptr<float[]> memory_;
-  float* start_;
-};
 
 // Logits are made and summed up by a team in one of two ways, which give the same bits: a large vocabulary block by
 // block, each thread those of its own, which are never in memory all together; and one of few blocks panel by panel, as
@@ -74,7 +60,7 @@ class HeadProduct {
   }
 
   void run_blocks(const T* x, int64_t stride, Team team) {
-    LogitsBuffer logits(std::min(rows_, kHeadRows) * kLogitsStride);
+    LineBuffer<float> logits(std::min(rows_, kHeadRows) * kLogitsStride);
     const Range blocks = share(num_blocks_, team);
     for (int64_t first = 0; first < rows_; first += kHeadRows) {
       const int64_t count = std::min(kHeadRows, rows_ - first);
@@ -110,7 +96,7 @@ class HeadProduct {
   const int64_t rows_, num_blocks_;
   const bool by_blocks_;
   const int64_t row_stride_;
-  LogitsBuffer logits_;
+  LineBuffer<float> logits_;
   std::vector<Summary> summaries_;  // [rows, blocks]
 };
 

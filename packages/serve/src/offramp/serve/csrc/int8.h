@@ -10,9 +10,9 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
-#include <vector>
 
 #include "amx.h"
+#include "line_buffer.h"
 #include "prefetch.h"
 #include "vec.h"
 
@@ -144,20 +144,14 @@ template <class X>
 class WidePanel {
  public:
   void take(const ScaledPanel& panel, int64_t depth) {
-    const int64_t size = depth * 2 * kLanes;
-    if (int64_t(memory_.size()) < size + kAlign) memory_.resize(size + kAlign);
-    const auto address = reinterpret_cast<uintptr_t>(memory_.data());
-    X* const start = reinterpret_cast<X*>((address + 63) / 64 * 64);
-    widen(panel.weight, panel.scales, depth, start);
-    start_ = start;
+    memory_.hold(depth * 2 * kLanes);
+    widen(panel.weight, panel.scales, depth, memory_.data());
   }
 
-  const X* data() const { return start_; }
+  const X* data() const { return memory_.data(); }
 
  private:
-  static constexpr int64_t kAlign = 64 / sizeof(X);  // to whole cache lines
-  std::vector<X> memory_;
-  const X* start_ = nullptr;
+  LineBuffer<X> memory_;
 };
 
 #if defined(OFFRAMP_AMX)

@@ -201,8 +201,8 @@ std::tuple<Tensor, Tensor> run_layers_op(
 }
 
 void write_kv_op(const Tensor& x, Tensor cache, const Tensor& positions, const Tensor& slots, const Tensor& cos,
-              const Tensor& sin, const Tensor& input_norm, const Tensor& qkv, const OptionalTensor& qkv_bias,
-              const OptionalTensor& qkv_scales, const OptionalTensor& key_norm, int64_t cache_layer, int64_t layer,
+                 const Tensor& sin, const Tensor& input_norm, const Tensor& qkv, const OptionalTensor& qkv_bias,
+                 const OptionalTensor& qkv_scales, const OptionalTensor& key_norm, int64_t cache_layer, int64_t layer,
                  int64_t num_heads, double eps) {
   const LayerShape shape = read_shape(x, cache, cos, num_heads, 0, 0, eps);
   const int64_t n = x.size(0), layers = input_norm.size(0);
@@ -262,8 +262,8 @@ void fill_op(const Tensor& x, Tensor cache, const Tensor& positions, const Tenso
 TORCH_LIBRARY_FRAGMENT(OFFRAMP_OPS, m) {
   // Layers start + 1 .. stop of a stack on states x [N, D] -> the states after them, and those before the last of them.
   // Every weight is stacked over layers: maps as pack_linear (or pack_int8, with scales) and pack_bias give them, norms as
-  // they are. cache_layers
-  // says where in the cache [C, slots, 2 * K * E] each layer of the stack has its keys and values; window 0 is all.
+  // they are. cache_layers says where in the cache [C, slots, 2 * K * E] each layer of the stack has its keys and values;
+  // window 0 is all.
   m.def(
       "run_layers(Tensor x, Tensor(a!) cache, Tensor positions, Tensor slots, Tensor sequences, Tensor block_tables, "
       "Tensor cos, Tensor sin, Tensor input_norm, Tensor qkv, Tensor? qkv_bias, Tensor? qkv_scales, Tensor? query_norm, "

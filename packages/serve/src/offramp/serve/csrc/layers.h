@@ -13,6 +13,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "line_buffer.h"
 #include "norm.h"
 #include "parallel.h"
 #include "rope.h"
@@ -31,9 +32,10 @@ struct SharedNorm {
   int64_t size, stride;
   float eps;
 
-  const T* operator()(const T* x, int64_t rows, const T* weight, std::vector<T>& own, Team team, Barrier& barrier) const {
+  const T* operator()(const T* x, int64_t rows, const T* weight, LineBuffer<T>& own, Team team,
+                      Barrier& barrier) const {
     const bool alone = rows <= kRowsAlone;
-    if (alone && int64_t(own.size()) < rows * stride) own.resize(rows * stride);
+    if (alone) own.hold(rows * stride);
     T* const y = alone ? own.data() : shared;
     const Range mine = alone ? Range{0, rows} : share(rows, team);
     for (int64_t row = mine.begin; row < mine.end; ++row) {
@@ -123,7 +125,7 @@ void run_layers(const LayerShape& shape, const std::vector<Layer<T>>& layers, co
 #pragma omp parallel num_threads(num_threads)
   {
     const Team team = Team::here();
-    std::vector<T> own;
+    LineBuffer<T> own;
     AttentionScratch<T> scratch(shape.attention);
     for (size_t l = 0; l < layers.size(); ++l) {
       const Layer<T>& layer = layers[l];
@@ -161,7 +163,7 @@ void write_kv(const LayerShape& shape, const Layer<T>& layer, const Rotary& rota
 #pragma omp parallel num_threads(num_threads)
   {
     const Team team = Team::here();
-    std::vector<T> own;
+    LineBuffer<T> own;
     const T* const normed = norm(x, rows.count, layer.input_norm, own, team, barrier);
     const int64_t first = shape.query_size() / kPanel;  // the panel with the first key
     Range panels = share(layer.qkv.panels() - first, team);
@@ -192,7 +194,7 @@ void fill(const LayerShape& shape, const Fill<T>& layers, const Rotary& rotary, 
 #pragma omp parallel num_threads(num_threads)
   {
     const Team team = Team::here();
-    std::vector<T> own;
+    LineBuffer<T> own;
     const T* const normed = norm(x, rows.count, static_cast<const T*>(nullptr), own, team, barrier);
     gemm<Epilogue::Store>(normed, rows.count, padded_hidden, layers.kv, projected, row_size, team);
     barrier.wait(team.count);

@@ -22,7 +22,7 @@ Linear<T> linear_of(const at::Tensor& packed, const OptionalTensor& bias, const 
   TORCH_CHECK(packed.scalar_type() == type, "packed is of ", packed.scalar_type(), "; beside these rows it must be of ", type,
               scales ? ", as it has scales" : "; they must be of one type");
   TORCH_CHECK(packed.dim() == 4 && packed.is_contiguous() && packed.size(2) == kPanel && packed.size(3) == group,
-              "packed has shape ", packed.sizes(), "; it must come from pack_linear of this library");
+              "packed has shape ", packed.sizes(), "; it must come from ", scales ? "pack_int8" : "pack_linear", " of this library");
   Linear<T> map{nullptr, bias ? data<const T>(*bias) : nullptr, packed.size(1) * group, out_features, gated};
   if (scales) {
     map.quantized = data<const int8_t>(packed);
@@ -42,7 +42,7 @@ Linear<T> linear_of(const at::Tensor& packed, const OptionalTensor& bias, const 
     TORCH_CHECK(scales->scalar_type() == at::kFloat && scales->is_contiguous() &&
                     scales->numel() == map.panels() * num_scales(map.depth) * kPanel,
                 "scales are of ", scales->scalar_type(), " and shape ", scales->sizes(),
-                "; they must be float32 and come from pack_scales of this library");
+                "; they must be float32 and come from pack_int8 of this library");
   return map;
 }
 
