@@ -34,7 +34,8 @@ def test_layers_above_the_exit_are_not_called(sync_policy: str) -> None:
     assert [layers for _, layers in results] == [[4] + [2] * 10] * 2
     # One pass for the prompts, of 5 rows, at full depth; then ten of two rows that end at layer 2.
     assert layer_runs(engine) == ([11, 11, 1, 1], [25, 25, 5, 5])
-    assert engine.metrics.totals.filled_rows == 20
+    assert engine.metrics.totals.filled_rows == 0  # nobody looks at what lies above
+    assert engine.num_kept_tokens == 0
 
 
 def test_rows_that_left_are_not_carried_through_the_layers_above() -> None:

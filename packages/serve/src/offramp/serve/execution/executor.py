@@ -5,8 +5,9 @@
         run its layers on the rows
         sure |= confidence > threshold              newest rows of requests that allow exits
         leaving = sync policy(sure)                 all: everybody when all are sure; regroup: each on its own
-        KV policy(leaving rows)                     fill the cache above, or keep their states for later
-        rows = the rest, and kept rows of their sequences that had stopped here
+        KV policy(leaving rows)                     keep their states until their sequence goes past this exit
+        rows = the rest, and parked ones            or none: all wait here for a quorum
+        kept tokens of their sequences              fill in what lies above, or they join the rows
     best tokens or logits of all rows that predict a token: one product for all exits that share an unembedding
 
 A segment ends at an exit that some row of the iteration may take or was left waiting at, so an iteration without such
@@ -30,8 +31,8 @@ from offramp.serve.config import EngineConfig
 from offramp.serve.execution.departures import Departure, unembed
 from offramp.serve.execution.exit_test import RequestExits, Scored
 from offramp.serve.execution.iteration import Iteration
-from offramp.serve.execution.kept_tokens import KeptTokens
-from offramp.serve.execution.kv_policy import bound_layers, carries_on, leave_rules
+from offramp.serve.execution.kept_tokens import KeptGroup, KeptTokens
+from offramp.serve.execution.kv_policy import bound_layers, carries_on, keeps, leave_rules
 from offramp.serve.execution.parked import ParkedRows, Parking
 from offramp.serve.execution.sweep import Arrival, LeftRows, Mask, Places, Sweep
 from offramp.serve.execution.sync_policy import PassTimes, leave_alone, sync_rule
@@ -79,7 +80,7 @@ class Executor:
         self._context = model.row_context(max_model_len, cache.block_size)
         self._num_layers = model.config.num_layers
         self._kept = KeptTokens()
-        self._leave_rules = leave_rules(model, cache, self._kept)
+        self._leave_rules = leave_rules(self._kept)
         self._parking = Parking(config.deep_quorum, config.max_parked_iterations)
         self._times = PassTimes() if config.split_rule == "cost" else None
         self._sync_rule = sync_rule(config, self._num_layers, self._times)
@@ -263,8 +264,6 @@ class Executor:
             places = gone[policies == policy]
             if not len(places):
                 continue
-            if policy == "fill":
-                self.trace.filled_rows += len(places)
             rows, owners = sweep.select_rows(places), map(iteration.owner, sweep.items[places].tolist())
             self._leave_rules[policy](layer, sweep.select(sweep.x, places), rows, owners)
         return self._clock.lap("fill")
@@ -277,16 +276,38 @@ class Executor:
             sweep.admit(resumed, self._num_layers)
         if self._parking.is_open:
             self._park_or_wake(iteration, sweep)
-        if iteration.carrying and len(sweep):
-            arrivals: list[Arrival] = []
-            inside = set(sweep.items[sweep.predicts].tolist())
-            for item in iteration.carrying:
-                group = self._kept.take(iteration.owner(item), layer) if item in inside else None
-                if group is not None:
-                    arrivals.append(Arrival(item, group.positions, group.states, predicts=False))
-                    self.trace.pending_rows += len(group.positions)
-            if arrivals:
-                sweep.admit(arrivals, self._num_layers)
+        if iteration.keeping and len(sweep):
+            self._take_kept(iteration, sweep)
+
+    def _take_kept(self, iteration: Iteration, sweep: Sweep) -> None:
+        """What is kept here of sequences that go past: carry it on, or fill in what lies above."""
+        inside = set(sweep.items.tolist())
+        groups: list[tuple[int, KeptGroup]] = []
+        for item in iteration.keeping:
+            group = self._kept.take(iteration.owner(item), sweep.depth) if item in inside else None
+            if group is not None:
+                groups.append((item, group))
+        carried = [(item, group) for item, group in groups if iteration.kv_policies[item] != "fill"]
+        if len(carried) < len(groups):
+            self._fill(sweep, [(item, group) for item, group in groups if iteration.kv_policies[item] == "fill"])
+        if carried:
+            self.trace.pending_rows += sum(len(group.positions) for _, group in carried)
+            arrivals = [Arrival(item, group.positions, group.states, predicts=False) for item, group in carried]
+            sweep.admit(arrivals, self._num_layers)
+
+    def _fill(self, sweep: Sweep, groups: Sequence[tuple[int, KeptGroup]]) -> None:
+        """Make keys and values of kept tokens for every layer above (saturated KV; CALM, section 3.2).
+
+        Algorithm 1, lines 9 to 11, put off until somebody looks: all at once reads the weights once. The same is
+        defined for training and naive generation by `Layout.exit_depths`.
+        """
+        self._clock.lap("other")
+        counts = [len(group.positions) for _, group in groups]
+        sequences = np.repeat(np.array([item for item, _ in groups], dtype=np.int32), counts)
+        rows = sweep.rows.at(torch.from_numpy(sequences), torch.cat([group.positions for _, group in groups]))
+        self._model.fill(sweep.depth, torch.cat([group.states for _, group in groups]), rows, self._cache)
+        self.trace.filled_rows += len(rows)
+        self._clock.lap("fill")
 
     def _park_or_wake(self, iteration: Iteration, sweep: Sweep) -> None:
         """Where the layers above have too few rows, put these away; else let those that wait here join them."""
@@ -347,11 +368,14 @@ class Executor:
             for place, item in zip(left.places.tolist(), left.items.tolist(), strict=True):
                 request = iteration.scheduled[item].request
                 x, positions = left.x[place : place + 1], left.positions[place : place + 1]
-                if carries_on(request):
-                    # What it had taken along was put away with it, and what waits here joins now that it goes past.
+                if keeps(request):
                     group = self._kept.take(request.request_id, left.exit_layer)
                     assert group is not None
-                    x, positions = group.states, group.positions
+                    if carries_on(request):
+                        # What it had taken along was put away with it, and what waits here joins now that it goes past.
+                        x, positions = group.states, group.positions
+                    elif len(group.positions) > 1:  # those before it did leave
+                        self._kept.keep(request.request_id, left.exit_layer, group.positions[:-1], group.states[:-1])
                 arrivals.setdefault(left.exit_layer, []).append(Arrival(item, positions, x, predicts=True))
         sweep.keep(np.empty(0, dtype=np.intp))
         sweep.previous = sweep.x

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.serve.execution.exit_test import IterationExits, RequestExits
 from offramp.serve.execution.kept_tokens import KeptTokens
-from offramp.serve.execution.kv_policy import carries_on
+from offramp.serve.execution.kv_policy import keeps
 from offramp.serve.execution.parked import Parking
 from offramp.serve.execution.sweep import Mask
 from offramp.serve.model.packed import PackedModel
@@ -33,7 +33,7 @@ class Iteration:
         decodes: requests that decode: id -> index.
         waited: [I] iterations that the newest row of each has waited at exits.
         is_idle: whether all of them wait: nothing new is run.
-        carrying: indices of requests whose rows may be kept.
+        keeping: indices of requests of which states of early tokens may be kept.
         kv_policies: [I] of the requests.
         distinct_kv_policies: what there is among them.
         pauses: exits at which something may happen, ascending.
@@ -47,7 +47,7 @@ class Iteration:
     decodes: dict[str, int]
     waited: npt.NDArray[np.int64]
     is_idle: bool
-    carrying: list[int]
+    keeping: list[int]
     kv_policies: npt.NDArray[np.str_]
     distinct_kv_policies: tuple[KVPolicy, ...]
     pauses: list[int]
@@ -82,18 +82,14 @@ class Iteration:
             for point, decodes, request in zip(exits, is_decode, requests, strict=True)
         ]
         gate = IterationExits(model, requests, allowed, needs_logits)
-        carrying = [
-            index
-            for index, (request, decodes) in enumerate(zip(requests, is_decode, strict=True))
-            if decodes and carries_on(request)
-        ]
+        keeping = [index for index, request in enumerate(requests) if keeps(request)]
         if model.has_exit_blocks:
             # The block of a head attends over the sequence, so every token that passes it leaves keys and values there,
             # whether it is tested or not, and for whichever request reads them later.
             pauses = set(model.exits)
         else:
             pauses = {*gate.layers, *bounds}
-            for index in carrying:
+            for index in keeping:
                 pauses.update(kept.depths(requests[index].request_id))
         kv_policies: list[KVPolicy] = [request.exits.kv_policy for request in requests]
         is_judged = [decodes and policy == "verify" for decodes, policy in zip(is_decode, kv_policies, strict=True)]
@@ -111,7 +107,7 @@ class Iteration:
             decodes,
             waited,
             len(waiting) == len(scheduled),
-            carrying,
+            keeping,
             np.array(kv_policies),
             tuple(dict.fromkeys(kv_policies)),
             sorted(pauses - {num_layers}),

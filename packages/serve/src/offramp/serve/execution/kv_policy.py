@@ -19,8 +19,6 @@ from torch import Tensor
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.execution.kept_tokens import KeptTokens
-from offramp.serve.kv_cache.storage import KVStorage
-from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.rows import Rows
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.request import Request
@@ -42,25 +40,12 @@ class LeaveRule(Protocol):
         ...
 
 
-class Fill:
-    """`fill`: the skipped layers make keys and values from the exit state (saturated KV; CALM, section 3.2), at once.
-
-    Algorithm 1, lines 9 to 11. The same is defined for training and naive generation by `Layout.exit_depths`.
-    """
-
-    def __init__(self, model: PackedModel, cache: KVStorage) -> None:
-        self._model, self._cache = model, cache
-
-    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Iterable[str]) -> None:
-        """Write every cache layer after the exit."""
-        self._model.fill(layer, x, rows, self._cache)
-
-
 class Keep:
-    """`recompute`, `verify`: the states are kept until a pass of the same sequence goes deeper and takes them along.
+    """`fill`, `recompute`, `verify`: the states are kept until a pass of the same sequence goes deeper.
 
+    Only then does anybody look at what lies above. Under `recompute` and `verify` that pass takes the tokens along.
     EE-LLM (Chen et al. 2024, section 4) runs such tokens again from the first layer; here they go on where they
-    stopped.
+    stopped. Under `fill` it first makes their keys and values from the states.
     """
 
     def __init__(self, kept: KeptTokens) -> None:
@@ -79,10 +64,10 @@ def abandon(layer: int, x: Tensor, rows: Rows, owners: Iterable[str]) -> None:
     """`static`: every later row leaves at the same exit, so nothing above it is ever read."""
 
 
-def leave_rules(model: PackedModel, cache: KVStorage, kept: KeptTokens) -> Mapping[KVPolicy, LeaveRule]:
+def leave_rules(kept: KeptTokens) -> Mapping[KVPolicy, LeaveRule]:
     """The rule of every policy whose rows may leave."""
     keep = Keep(kept)
-    return {"fill": Fill(model, cache), "recompute": keep, "verify": keep, "static": abandon}
+    return {"fill": keep, "recompute": keep, "verify": keep, "static": abandon}
 
 
 def exit_policy(options: ExitOptions, default: ExitPolicy | None) -> ExitPolicy | None:
@@ -111,3 +96,8 @@ def bound_layers(item: ScheduledRequest) -> Sequence[int] | None:
 def carries_on(request: Request) -> bool:
     """Whether tokens that left early come back in later passes."""
     return request.exits.kv_policy in ("recompute", "verify")
+
+
+def keeps(request: Request) -> bool:
+    """Whether states of tokens that left early are kept."""
+    return request.exits.kv_policy == "fill" or carries_on(request)

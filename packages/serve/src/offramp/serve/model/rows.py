@@ -99,6 +99,17 @@ class Rows:
             self.context,
         )
 
+    def at(self, sequences: Tensor, positions: Tensor) -> Rows:
+        """Other rows [n] of the same sequences.
+
+        Args:
+            sequences: [n] int32, ascending.
+            positions: [n] int64, ascending within a sequence.
+        """
+        size = self.context.block_size
+        slots = self.block_tables[sequences, positions // size] * size + positions % size
+        return Rows(positions, slots.to(torch.int64), sequences, self.block_tables, self.context)
+
     def join(self, sequences: Tensor, positions: Tensor) -> tuple[Rows, Tensor]:
         """These rows, and further ones of the same sequences.
 
@@ -109,16 +120,15 @@ class Rows:
         Returns:
             All rows, and [N + n] which of these rows (counting the further ones on from N) lies at each place.
         """
-        size = self.context.block_size
-        slots = self.block_tables[sequences, positions // size] * size + positions % size
+        other = self.at(sequences, positions)
         joined = Rows(
             torch.cat((self.positions, positions)),
-            torch.cat((self.slots, slots)),
+            torch.cat((self.slots, other.slots)),
             torch.cat((self.sequences, sequences)),
             self.block_tables,
             self.context,
         )
-        reach = self.block_tables.shape[1] * size
+        reach = self.block_tables.shape[1] * self.context.block_size
         order = torch.argsort(joined.sequences * reach + joined.positions)
         return joined.select(order), order
 
