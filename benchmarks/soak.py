@@ -160,6 +160,8 @@ def soak(directory: Path, seconds: float, seed: int, say: Callable[[str], None] 
         faults.append(f"{live} blocks are in use")
     if engine.num_kept_tokens:
         faults.append(f"{engine.num_kept_tokens} states of early tokens are kept")
+    if engine.num_parked_rows:
+        faults.append(f"{engine.num_parked_rows} rows are parked")
     left = [one.name for one in threading.enumerate() if one.ident not in threads_before]
     if left:
         faults.append(f"threads are left: {', '.join(left)}")
@@ -284,7 +286,7 @@ def _story(desk: Desk, engine: Engine) -> str:
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(desk.finished.items()))
     return (
         f"{totals.iterations} iterations, {totals.new_tokens} tokens, {totals.preemptions} preemptions, "
-        f"{totals.prefix_hit_tokens} prefix hits; requests: {counts or 'none yet'}"
+        f"{totals.prefix_hit_tokens} prefix hits, {totals.parked_requests} parked; requests: {counts or 'none yet'}"
     )
 
 
