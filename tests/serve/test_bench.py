@@ -249,6 +249,9 @@ def test_prompts_are_the_same_each_time(tmp_path: Path) -> None:
     lines.write_text('{"prompt": "ab"}\n{"text": "cd"}\n', encoding="utf-8")
     with pytest.raises(OfframpError, match="line 2"):
         read_prompts(lines, tokenizer)
+    lines.write_text('{"prompt": "half of a character: \\ud800"}\n', encoding="utf-8")
+    with pytest.raises(OfframpError, match="line 1: the prompt is not Unicode"):
+        read_prompts(lines, tokenizer)
 
 
 def test_a_peer_answers_by_lines_and_its_faults_are_notes(worker: str, tmp_path: Path) -> None:
@@ -421,6 +424,9 @@ def test_references_and_what_they_say(tmp_path: Path) -> None:
         file.write_text(wrong, encoding="utf-8")
         with pytest.raises(OfframpError, match="line 1"):
             read_references(file, tokenizer)
+    file.write_text('{"prompt": "\\ud800", "references": "a"}', encoding="utf-8")
+    with pytest.raises(OfframpError, match="line 1: the prompt is not Unicode"):
+        read_references(file, tokenizer)
     file.write_text("", encoding="utf-8")
     with pytest.raises(OfframpError, match="no references"):
         read_references(file, tokenizer)

@@ -60,3 +60,11 @@ def test_prompts_do_not_wait_where_one_deep_pass_follows_the_other() -> None:
     assert not hold.holds(1, RUNNING)
     hold.update([], is_deep=True, has_prompts=True)  # prompts that came one after the other would never be held again
     assert hold.holds(1, RUNNING)
+
+
+def test_prompts_do_not_wait_where_all_that_runs_has_a_fixed_depth() -> None:
+    static = [SequenceState(make_request(name, exits=ExitOptions("static", static_layer=1))) for name in "abcd"]
+    for sequence in static:
+        sequence.request.num_computed_tokens = sequence.request.num_prompt_tokens
+    assert not PromptHold(1.0, 8).holds(1, static)
+    assert PromptHold(1.0, 8).holds(1, [*static, *RUNNING])

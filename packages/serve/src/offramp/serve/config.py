@@ -28,6 +28,9 @@ a scale for every 64 inputs of an output channel; norms, biases and embeddings s
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
+_MAX_THREADS = 1024
+"""Where the operating system cannot start as many as are asked for, OpenMP ends the process without a word."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -83,9 +86,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_tokens_per_iteration", "max_waiting", "max_parked_iterations"):
             check_whole(name, getattr(self, name), low=1)
-        for name in ("num_blocks", "kv_cache_bytes", "max_model_len", "num_threads"):
+        for name in ("num_blocks", "kv_cache_bytes", "max_model_len"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), low=1)
+        if self.num_threads is not None:
+            check_whole("num_threads", self.num_threads, low=1, high=_MAX_THREADS)
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise OfframpError(
                 f"num_blocks {self.num_blocks} and kv_cache_bytes {self.kv_cache_bytes} both give the size of the KV "

@@ -49,8 +49,10 @@ class ExitPolicy:
             )
         if any(math.isnan(value) for value in self.thresholds.values()):
             raise OfframpError("an exit threshold is NaN; give a number.")
-        if self.decay is not None and not self.decay >= 0:
-            raise OfframpError(f"decay {self.decay} must be 0 or more.")
+        if isinstance(self.min_layer, bool) or not isinstance(self.min_layer, int):
+            raise OfframpError(f"min_layer {self.min_layer!r} must be a whole number.")
+        if self.decay is not None and (not isinstance(self.decay, (int, float)) or not self.decay >= 0):
+            raise OfframpError(f"decay {self.decay!r} must be 0 or more.")
         if self.shortlist is not None and len(self.shortlist) < 2:
             raise OfframpError(f"a shortlist of {len(self.shortlist)} tokens is too short; it needs at least 2.")
         if self.shortlist is not None and len(set(self.shortlist)) < len(self.shortlist):

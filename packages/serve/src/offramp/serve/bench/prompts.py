@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from offramp.common.errors import OfframpError
+from offramp.common.tokenizer import encode_text
 
 
 class Prompts(Protocol):
@@ -70,17 +71,12 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     Raises:
         OfframpError: the file cannot be read or holds no prompt.
     """
-
-    def encode(text: str) -> list[int]:
-        encoding: Any = tokenizer(text, verbose=False)
-        return list(encoding["input_ids"])
-
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         raise OfframpError(f"{path} cannot be read as text: {fault}.") from None
     if path.suffix != ".jsonl":
-        return TextStretches(encode(text))
+        return TextStretches(encode_text(tokenizer, text))
     prompts: list[list[int]] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
@@ -92,7 +88,10 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Prompts:
         prompt = row.get("prompt") if isinstance(row, dict) else row
         if not isinstance(prompt, str) or not prompt:
             raise OfframpError(f'{path}, line {number}, is neither a string nor an object with "prompt"; mend it.')
-        prompts.append(encode(prompt))
+        try:
+            prompts.append(encode_text(tokenizer, prompt))
+        except OfframpError as fault:
+            raise OfframpError(f"{path}, line {number}: {fault}") from None
     if not prompts:
         raise OfframpError(f"{path} holds no prompt; give at least one line.")
     return PromptLines(prompts)

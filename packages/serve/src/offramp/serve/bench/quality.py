@@ -17,6 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from offramp.common.errors import OfframpError
+from offramp.common.tokenizer import encode_text
 from offramp.serve.bench.contestants import Contestant
 from offramp.serve.bench.trial import Question
 
@@ -105,8 +106,10 @@ def read_references(path: Path, tokenizer: PreTrainedTokenizerBase) -> Reference
         good: list[Any] = [texts] if isinstance(texts, str) else texts if isinstance(texts, list) else []
         if not isinstance(prompt, str) or not prompt or not good or not all(isinstance(text, str) for text in good):
             raise OfframpError(f'{path}, line {number}, is no object with "prompt" and "references"; mend it.')
-        encoding: Any = tokenizer(prompt, verbose=False)
-        found.prompts.append(list(encoding["input_ids"]))
+        try:
+            found.prompts.append(encode_text(tokenizer, prompt))
+        except OfframpError as fault:
+            raise OfframpError(f"{path}, line {number}: {fault}") from None
         found.texts.append(good)
     if not found.prompts:
         raise OfframpError(f"{path} holds no references; give at least one line.")

@@ -62,5 +62,7 @@ class PromptHold:
             return False
         if any(sequence.request.runs_full_depth or not sequence.decodes for sequence in running):
             return False  # this iteration is a deep pass
+        if all(sequence.request.exits.static_layer is not None for sequence in running):
+            return False  # nobody who runs is ever parked, so no deep pass is coming
         num_parked = sum(sequence.request.request_id in self._parked for sequence in running)
         return num_startable + num_parked + self._num_newly_parked < self._quorum * len(running)
