@@ -51,27 +51,49 @@ def said(request: Request) -> tuple[Any, ...]:
     return request.output_token_ids, request.exit_layers, request.confidences, request.logprobs
 
 
+@pytest.mark.parametrize("kernels", ["native", "plain"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_is_reported_changes_nothing_that_is_said(dtype: str) -> None:
-    loaded(supported_isa_levels()[0])
+def test_what_is_reported_changes_nothing_that_is_said(dtype: str, kernels: str) -> None:
+    if kernels == "native":
+        loaded(supported_isa_levels()[0])
     model = tiny_model(ExitConfig((1, 2, 3), "norm"), vocab_size=4000)  # so many that some are nearly equal
-    engine = make_engine(model, max_num_seqs=64, dtype=dtype, kernels="native")
-    answers: list[list[list[int]]] = []
-    for logprobs in (None, 0):
+    # Few of so many are sure, and the best is hardly ever one of a few hundred.
+    easy = {1: 0.02, 2: 0.02, 3: 0.02}
+    entropy = ExitPolicy("entropy", easy, shortlist=SHORTLIST.shortlist, shortlist_only=True)
+    options = [
+        replace(one, policy=replace(one.policy, thresholds=easy) if one.policy in (MARGIN, SHORTLIST) else one.policy)
+        for one in (*OPTIONS, ExitOptions("recompute", replace(SHORTLIST, shortlist_only=True)))
+    ]
+    options += [ExitOptions("fill", entropy), ExitOptions("verify", entropy, max_pending=3)]
+    answers: list[list[tuple[list[int], list[int], list[float | None]]]] = []
+    for number in (None, 3):
+        # Without others beside them: bits of the other kernels depend on these.
+        engine = make_engine(model, max_num_seqs=64 if kernels == "native" else 1, dtype=dtype, kernels=kernels)
         requests = [
             Request(
                 str(index),
                 job.prompt,
-                SamplingParams(max_tokens=job.max_tokens, temperature=0, logprobs=logprobs),
-                ExitOptions("full") if index % 2 else ExitOptions("static", static_layer=2),
+                SamplingParams(max_tokens=job.max_tokens, temperature=0, logprobs=number),
+                options[index % len(options)],
             )
-            for index, job in enumerate(random_jobs([None] * 40))
+            for index, job in enumerate(random_jobs([None] * 3 * len(options)))
         ]
         for request in requests:
             engine.add_request(request)
         drain(engine)
-        answers.append([request.output_token_ids for request in requests])
+        answers.append([(one.output_token_ids, one.exit_layers, one.confidences) for one in requests])
     assert answers[0] == answers[1]
+    assert {layer for _, layers, _ in answers[0] for layer in layers} == {1, 2, 3, 4}
+    listed = [one for one in requests if one.exits.policy is not None and one.exits.policy.shortlist_only]
+    early = [
+        (token, shares)
+        for one in listed
+        for token, layer, shares in zip(one.output_token_ids, one.exit_layers, one.logprobs, strict=True)
+        if layer < 4 and one.exits.kv_policy != "verify"
+    ]
+    assert all(token in (SHORTLIST.shortlist or ()) and token == shares.token_id for token, shares in early)
+    # They are shares of the whole vocabulary, whose best is often another token.
+    assert sum(shares.top[0][0] not in (SHORTLIST.shortlist or ()) for _, shares in early) > 10
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

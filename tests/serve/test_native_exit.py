@@ -17,6 +17,7 @@ from offramp.serve.model import exit_transform, linear
 from offramp.serve.model.exit_transform import ExitTransform
 from offramp.serve.model.linear import PackedLinear
 from offramp.serve.model.native import NativeLibrary, supported_isa_levels
+from offramp.serve.model.unembedding import Unembedding
 
 EPS = 1e-5
 HEADS = [
@@ -59,18 +60,19 @@ def test_a_head_and_its_test_are_what_the_modules_say(config: ExitConfig, dtype:
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(40, size, generator=generator).to(dtype)
     weight = torch.randn(1100, size, generator=generator).to(dtype)
-    transform, unembed = ExitTransform(head, head.norm, EPS, "native"), PackedLinear(weight, kernels="native")
+    transform, linear = ExitTransform(head, head.norm, EPS, "native"), PackedLinear(weight, kernels="native")
     expected = head.double().transform(x.double())
     state = transform(x)
     torch.testing.assert_close(state.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
     logits = (state.double() @ weight.double().T).float()
     for measure in ("max_probability", "margin"):
-        seen, best, values = transform.test(x, unembed, measure)
-        assert torch.equal(seen, state)
         exact = confidence.confidence(measure, logits, x, x)
-        torch.testing.assert_close(values, exact, atol=1e-4, rtol=1e-4)
-        for ours, alone in zip(vars(best).values(), vars(unembed.head(state)).values(), strict=True):
-            assert torch.equal(ours, alone)
+        for unembed in (Unembedding(linear), Unembedding(linear, 3 * torch.arange(1100), 3300)):
+            seen, best, values = transform.test(x, unembed, measure)
+            assert torch.equal(seen, state)
+            torch.testing.assert_close(values, exact, atol=1e-4, rtol=1e-4)
+            for ours, alone in zip(vars(best).values(), vars(unembed.head(state)).values(), strict=True):
+                assert torch.equal(ours, alone)
 
 
 @pytest.mark.usefixtures("native")
@@ -80,7 +82,8 @@ def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype, voca
     head, size = make_head(ExitConfig((1,), "adapter", adapter_dim=5), dtype)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(100, size, generator=generator).to(dtype)
-    unembed = PackedLinear(torch.randn(vocabulary, size, generator=generator).to(dtype), kernels="native")
+    weight = torch.randn(vocabulary, size, generator=generator).to(dtype)
+    unembed = Unembedding(PackedLinear(weight, kernels="native"))
     transform = ExitTransform(head, head.norm, EPS, "native")
     torch.set_num_threads(1)
     alone = [transform.test(x[i : i + 1], unembed, "margin") for i in range(len(x))]
@@ -112,7 +115,9 @@ def test_arguments_that_do_not_fit_are_refused(native: NativeLibrary) -> None:
     x, packed = torch.randn(3, 36), native.ops.pack_linear(torch.randn(50, 40))
     none = (None, None, None, None, 0, None, None, None, False, None, EPS)
     with pytest.raises(RuntimeError, match="40 features"):
-        native.ops.exit_test(x, *none, packed, None, 50, True)
+        native.ops.exit_test(x, *none, packed, None, 50, None, True)
+    with pytest.raises(RuntimeError, match="each of the 40 logits"):
+        native.ops.exit_test(x, *none, native.ops.pack_linear(torch.randn(40, 36)), None, 40, torch.arange(39), True)
     with pytest.raises(RuntimeError, match="must be contiguous"):
         native.ops.exit_state(torch.randn(36, 3).T, *none)
     with pytest.raises(RuntimeError, match="a norm before it"):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from helpers.requests import make_request
 from offramp.serve.request.iteration_result import SampledToken
+from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.sampling import sampler
 from offramp.serve.sampling.draws import Purpose
@@ -212,19 +213,20 @@ def test_stop_tokens_cannot_be_chosen_before_min_tokens(logits: Tensor) -> None:
 
 
 def test_logits_are_needed_only_for_more_than_the_largest() -> None:
-    assert not state(GREEDY).needs_logits
+    assert state(GREEDY).logits_use is LogitsUse.BEST
+    assert state(SamplingParams(temperature=0, logprobs=0)).logits_use is LogitsUse.REPORT
     for fields in (
         {"temperature": 1.0},
-        {"logprobs": 0},
+        {"temperature": 1.0, "logprobs": 0},
         {"logit_bias": ((1, 1.0),)},
         {"presence_penalty": 0.1},
         {"repetition_penalty": 1.1},
     ):
-        assert state(SamplingParams(**{"temperature": 0, **fields})).needs_logits
+        assert state(SamplingParams(**{"temperature": 0, **fields})).logits_use is LogitsUse.CHOICE
     early = state(SamplingParams(temperature=0, min_tokens=1))
-    assert early.needs_logits
+    assert early.logits_use is LogitsUse.CHOICE
     early.request.output_token_ids.append(1)
-    assert not early.needs_logits
+    assert early.logits_use is LogitsUse.BEST
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -13,7 +13,7 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.config import EngineConfig, Kernels
 from offramp.serve.engine import Engine
 from offramp.serve.model.linear import PackedLinear
-from offramp.serve.model.shortlist_head import ShortlistHead
+from offramp.serve.model.unembedding import Unembedding
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.request import Request
 from offramp.serve.request.sampling_params import SamplingParams
@@ -25,7 +25,8 @@ SHORTLIST = (7, 3, 120, 299, 64, 65, 200, 11)
 def test_a_shortlist_head_says_what_the_whole_one_would_say_of_these_tokens(kernels: Kernels) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(VOCAB_SIZE, 32, generator=generator), torch.randn(5, 32, generator=generator)
-    head = ShortlistHead(weight, SHORTLIST, PackedLinear(weight, kernels=kernels).kernels)
+    tokens = torch.tensor(SHORTLIST)
+    head = Unembedding(PackedLinear(weight[tokens], kernels=kernels), tokens, VOCAB_SIZE)
     expected = torch.full((5, VOCAB_SIZE), -math.inf)
     expected[:, list(SHORTLIST)] = x @ weight[list(SHORTLIST)].T
     torch.testing.assert_close(head.logits(x), expected)

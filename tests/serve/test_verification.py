@@ -11,6 +11,7 @@ import torch
 
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.iteration_result import SampledToken
+from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.request.request import Request
 from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.sampling.distribution import Distribution
@@ -272,7 +273,7 @@ def test_greedy_drafts_are_judged_with_all_that_changes_logits() -> None:
         alone.output_token_ids.append(one.token_id)
 
     request, drafting, _ = begin(**settings)
-    assert drafting.needs_logits
+    assert drafting.logits_use is not LogitsUse.BEST
     said: list[SampledToken] = []
     while len(said) < 8:
         draft(request, drafting, 3)
@@ -284,7 +285,7 @@ def test_greedy_drafts_are_judged_with_all_that_changes_logits() -> None:
 
 def test_a_draft_that_stays_was_said_by_its_exit() -> None:
     request, drafting, _ = begin(temperature=0.0)
-    assert not drafting.needs_logits
+    assert drafting.logits_use is LogitsUse.BEST
     request.drafts += [SampledToken(7, 2, 0.9), SampledToken(8, 5, 0.8)]
     assert drafting.judge_choices([7, 8, 4]) == (
         SampledToken(7, 2, 0.9),

@@ -346,7 +346,7 @@ class Engine:
         departures = self._executor.run(
             items,
             [entry.exits for entry in live],
-            [state.needs_logits for state in states],
+            [state.logits_use for state in states],
             results.add_prompt if asks_prompts else None,
         )
         results.add(departures)

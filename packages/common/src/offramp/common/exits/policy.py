@@ -30,9 +30,10 @@ class ExitPolicy:
             logits, so it leaves with any token. Where tokens are drawn, the one drawn need not be on the list.
         shortlist_only: whether the best token of the shortlist is what an exit says, whatever the measure, and nobody
             asks for the best of the whole vocabulary. Then a row that is sure leaves, and an exit never reads the whole
-            unembedding, which at small batches costs as much as several layers. Not where more is needed than the
-            largest logit (sampling, log-probabilities, penalties, biases, constraints): there it changes nothing. The
-            drafts of the KV policy `verify`, which the full model judges, are taken so in any case.
+            unembedding, which at small batches costs as much as several layers. Not where tokens are chosen by more
+            than the largest logit (sampling, penalties, biases, constraints): there it changes nothing.
+            Log-probabilities, if asked for, are those of the whole vocabulary. The drafts of the KV policy `verify`,
+            which the full model judges, are taken so in any case.
     """
 
     measure: Measure = "margin"

@@ -103,8 +103,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> exit_test(
     const Tensor& x, const OptionalTensor& inner_norm, const OptionalTensor& gated, const OptionalTensor& gated_bias,
     const OptionalTensor& gated_scales, int64_t features, const OptionalTensor& map, const OptionalTensor& map_bias,
     const OptionalTensor& map_scales, bool scaled, const OptionalTensor& norm, double eps, const Tensor& unembedding,
-    const OptionalTensor& unembedding_scales, int64_t vocab, bool margin) {
+    const OptionalTensor& unembedding_scales, int64_t vocab, const OptionalTensor& tokens, bool margin) {
   check_states(x);
+  TORCH_CHECK(!tokens || (tokens->is_cpu() && tokens->is_contiguous() && tokens->scalar_type() == at::kLong &&
+                          tokens->dim() == 1 && tokens->size(0) == vocab),
+              "tokens must name one for each of the ", vocab, " logits");
   const int64_t n = x.size(0);
   const Tensor numbers = at::empty({4, n}, x.options().dtype(at::kFloat));
   const Tensor ids = at::empty({n}, x.options().dtype(at::kLong));
@@ -130,7 +133,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> exit_test(
     float *best = data<float>(numbers), *second = best + n, *logsumexp = second + n, *confidence = logsumexp + n;
     for (int64_t r = 0; r < n; ++r) {
       const Row row = product.row(r);
-      data<int64_t>(ids)[r] = row.all.index;
+      data<int64_t>(ids)[r] = tokens ? data<const int64_t>(*tokens)[row.all.index] : row.all.index;
       best[r] = row.all.best;
       second[r] = row.all.second;
       logsumexp[r] = row.logsumexp;
@@ -170,11 +173,11 @@ TORCH_LIBRARY_FRAGMENT(OFFRAMP_OPS, m) {
       "exit_state(Tensor x, Tensor? inner_norm, Tensor? gated, Tensor? gated_bias, Tensor? gated_scales, int features, "
       "Tensor? map, Tensor? map_bias, Tensor? map_scales, bool scaled, Tensor? norm, float eps) -> Tensor");
   // The same, then what `head` gives for an unembedding (or a shortlist of it), and the confidence [N] fp32: the best
-  // token's probability, or that less the second's.
+  // token's probability, or that less the second's. `tokens` [vocab] are what a shortlist's own numbers stand for.
   m.def(
       "exit_test(Tensor x, Tensor? inner_norm, Tensor? gated, Tensor? gated_bias, Tensor? gated_scales, int features, "
       "Tensor? map, Tensor? map_bias, Tensor? map_scales, bool scaled, Tensor? norm, float eps, Tensor unembedding, "
-      "Tensor? unembedding_scales, int vocab, bool margin) -> "
+      "Tensor? unembedding_scales, int vocab, Tensor? tokens, bool margin) -> "
       "(Tensor state, Tensor token_ids, Tensor best, Tensor second, Tensor logsumexp, Tensor confidence)");
   // Of rows [N, D] -> [N] fp32, at most 1.
   m.def("cosine(Tensor x, Tensor previous) -> Tensor");

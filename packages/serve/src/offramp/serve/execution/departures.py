@@ -11,7 +11,9 @@ Legend: N rows, V vocabulary, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -19,24 +21,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offramp.serve.execution.exit_test import Unembedding
 from offramp.serve.execution.iteration import Iteration
 from offramp.serve.execution.sweep import LeftRows, Mask
 from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.packed import PackedModel
+from offramp.serve.model.unembedding import Unembedding
+from offramp.serve.request.logits_use import LogitsUse
 
 
 @dataclass(frozen=True)
 class Departure:
-    """Rows that predict a token, at one exit. Either best tokens or logits are given, as their requests need.
+    """Rows that predict a token, at one exit.
 
     Attributes:
         items: indices into the scheduled requests, one for each row. At the final exit a request that has its drafts
             judged has one row for each draft and one more, in order of position; otherwise a request has one row.
         exit_layer: where.
         confidence: for each row, what the exit test measured; None where nothing was.
-        head: best tokens [len(items)].
-        logits: [len(items), V] fp32, raw.
+        head: best tokens [len(items)]; None: tokens are chosen from `logits`.
+        logits: [len(items), V] fp32, raw; None where nothing is chosen from them or reported.
     """
 
     items: list[int]
@@ -59,59 +62,87 @@ class Departures:
     vetoed: list[LeftRows] = field(default_factory=list)
 
 
+@dataclass
+class _Part:
+    """Rows of one exit that ask the same of logits.
+
+    Attributes:
+        rows: with what is known of them so far.
+        use: what they ask.
+        whole: what gives their logits.
+        best: what gives their best tokens.
+    """
+
+    rows: LeftRows
+    use: LogitsUse
+    whole: Unembedding
+    best: Unembedding
+
+    @property
+    def lacks_logits(self) -> bool:
+        return self.rows.logits is None and self.use is not LogitsUse.BEST
+
+    @property
+    def lacks_head(self) -> bool:
+        """Where there are logits, or will be, they give the best token of all too."""
+        if self.rows.head is not None or self.use is LogitsUse.CHOICE:
+            return False
+        return self.best is not self.whole or (self.rows.logits is None and self.use is LogitsUse.BEST)
+
+
 def unembed(model: PackedModel, iteration: Iteration, left: Iterable[LeftRows]) -> Departures:
     """Give every row its best token or its logits, and find those that should have stayed.
 
-    A row goes one way or the other by its own needs, never by its neighbours'.
+    A row goes one way or the other by its own needs, never by its neighbours', and what is to be reported of a token
+    does not change it.
     """
+    parts = [part for rows in left for part in _parts(model, iteration, rows)]
+    heads, logits = (defaultdict[Unembedding, list[_Part]](list) for _ in range(2))
+    for part in parts:
+        if part.lacks_head:
+            heads[part.best].append(part)
+        if part.lacks_logits:
+            logits[part.whole].append(part)
+    for unembedding, group in heads.items():
+        found = unembedding.head(_states(group))
+        for part, places in zip(group, _places(group), strict=True):
+            part.rows = replace(part.rows, head=found.select(places))
+    for unembedding, group in logits.items():
+        values = unembedding.logits(_states(group))
+        for part, places in zip(group, _places(group), strict=True):
+            part.rows = replace(part.rows, logits=values[places])
     departures = Departures()
-    waiting: dict[tuple[Unembedding, bool], list[LeftRows]] = {}
-    for whole in left:
-        needs = iteration.needs_logits[whole.items]
-        for needs_logits in (False, True):
-            rows = whole.select(needs == needs_logits)
-            if rows is None:
-                continue
-            if needs_logits and rows.logits is not None:
-                _settle(departures, iteration, replace(rows, head=None))
-            elif needs_logits:
-                key = Unembedding(model.exits[rows.exit_layer].unembed)
-                waiting.setdefault((key, True), []).append(rows)
-            elif rows.head is not None or rows.logits is not None:
-                head = rows.head or HeadOutput.of(cast(Tensor, rows.logits))
-                _settle(departures, iteration, replace(rows, head=head, logits=None))
-            else:
-                for key, part in _by_unembedding(model, iteration, rows):
-                    waiting.setdefault((key, False), []).append(part)
-    for (unembedding, needs_logits), group in waiting.items():
-        state = group[0].state if len(group) == 1 else torch.cat([rows.state for rows in group])
-        logits = unembedding.linear.logits(state) if needs_logits else None
-        head = None if needs_logits else unembedding.head(state)
-        start = 0
-        for rows in group:
-            part = slice(start, start + len(rows.items))
-            start = part.stop
-            best = None if head is None else head.select(part)
-            _settle(departures, iteration, replace(rows, head=best, logits=None if logits is None else logits[part]))
+    for part in parts:
+        _settle(departures, iteration, part.rows)
     return departures
 
 
-def _by_unembedding(model: PackedModel, iteration: Iteration, rows: LeftRows) -> Iterable[tuple[Unembedding, LeftRows]]:
-    """Rows of one exit by what gives their best tokens."""
-    whole = Unembedding(model.exits[rows.exit_layer].unembed)
-    if rows.exit_layer == iteration.num_layers or not iteration.exits.any_shortlist_only:
-        return [(whole, rows)]
-    keys = [iteration.exits.shortlist_only(item, rows.exit_layer) or whole for item in rows.items.tolist()]
-    parts: list[tuple[Unembedding, LeftRows]] = []
-    for key in dict.fromkeys(keys):
-        part = rows.select(np.array([other == key for other in keys]))
-        assert part is not None
-        parts.append((key, part))
-    return parts
+def _parts(model: PackedModel, iteration: Iteration, left: LeftRows) -> Iterator[_Part]:
+    """Rows of one exit by what they need."""
+    layer, gate = left.exit_layer, iteration.exits
+    uses, numbers = iteration.uses_at(layer, left.items), gate.group_numbers[left.items]
+    kinds = uses + len(LogitsUse) * numbers
+    for kind in np.unique(kinds).tolist():
+        rows = left.select(kinds == kind)
+        assert rows is not None
+        number, use = divmod(kind, len(LogitsUse))
+        if use == LogitsUse.CHOICE:
+            rows = replace(rows, head=None)
+        yield _Part(rows, LogitsUse(use), model.exits[layer].unembed, gate.unembedding(number, layer))
+
+
+def _states(group: Sequence[_Part]) -> Tensor:
+    return group[0].rows.state if len(group) == 1 else torch.cat([part.rows.state for part in group])
+
+
+def _places(group: Sequence[_Part]) -> Iterator[slice]:
+    """Where each part's rows are among those of a group."""
+    stops = itertools.accumulate(len(part.rows.items) for part in group)
+    return (slice(stop - len(part.rows.items), stop) for part, stop in zip(group, stops, strict=True))
 
 
 def _settle(departures: Departures, iteration: Iteration, rows: LeftRows) -> None:
-    """Sort rows of which either `head` or `logits` is known."""
+    """Sort rows of which `head`, `logits` or both are known."""
     stays = _vetoed(iteration, rows)
     if stays is not None:
         departures.vetoed.extend(filter(None, [rows.select(stays)]))

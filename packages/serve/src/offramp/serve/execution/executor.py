@@ -41,6 +41,7 @@ from offramp.serve.measures.iteration_clock import IterationClock
 from offramp.serve.measures.records import SegmentRun, Trace
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.rows import build_rows
+from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
 
 PromptLogits = Callable[[int, int, Tensor], None]
@@ -115,7 +116,7 @@ class Executor:
         self,
         scheduled: Sequence[ScheduledRequest],
         exits: Sequence[RequestExits | None],
-        needs_logits: Sequence[bool],
+        uses: Sequence[LogitsUse],
         on_prompt_logits: PromptLogits | None = None,
     ) -> list[Departure]:
         """Run one iteration.
@@ -123,7 +124,7 @@ class Executor:
         Args:
             scheduled: what to compute; not empty.
             exits: for each of them, the exits its generated tokens may take where they are sure; None: none.
-            needs_logits: for each of them, whether the token it predicts takes more than the largest logit.
+            uses: for each of them, what the token it predicts asks of the logits.
             on_prompt_logits: given the logits of prompts that ask for log-probabilities, in slices.
 
         Returns:
@@ -132,8 +133,7 @@ class Executor:
         """
         sweep = self._begin(scheduled)
         bounds = np.unique(sweep.bound).tolist()
-        needs = np.array(needs_logits, dtype=np.bool_)
-        iteration = Iteration.of(scheduled, exits, needs, bounds, self._model, self._kept, self._parking)
+        iteration = Iteration.of(scheduled, exits, uses, bounds, self._model, self._kept, self._parking)
         departures: list[Departure] = []
         while True:
             self._climb(iteration, sweep, on_prompt_logits)

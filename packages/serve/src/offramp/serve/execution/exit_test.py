@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,9 @@ from offramp.common.exits.policy import ExitPolicy, Measure
 from offramp.serve.execution.sweep import Mask, Places, Sweep
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.head_output import HeadOutput
-from offramp.serve.model.linear import PackedLinear
 from offramp.serve.model.packed import PackedModel
+from offramp.serve.model.unembedding import Unembedding
+from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.request.request import Request
 
 _NEVER = 1.0
@@ -33,47 +34,22 @@ _MAX_RULES = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Unembedding:
-    """What best tokens are taken from.
-
-    Attributes:
-        linear: D -> V.
-        tokens: [V] int64 what its rows stand for; None: for themselves.
-    """
-
-    linear: PackedLinear
-    tokens: Tensor | None = None
-
-    def head(self, state: Tensor) -> HeadOutput:
-        """Best tokens of rows [N, D]."""
-        head = self.linear.head(state)
-        return head if self.tokens is None else head.renumbered(self.tokens)
-
-    def __hash__(self) -> int:
-        return hash(self.linear)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unembedding) and self.linear is other.linear
-
-
-@dataclass(frozen=True, eq=False)
 class ExitRule:
     """How confidence is computed. Requests with the same measure and shortlist share one rule and are tested at once.
 
     Attributes:
         measure: confidence measure.
-        heads: exit layer -> D -> V; the rows of that exit's unembedding which the measure looks at, the very
-            `PackedExit.unembed` if it is all of them. Not used by `cosine`, which looks at states.
+        heads: exit layer -> what the measure looks at: that exit's unembedding, the very `PackedExit.unembed`, or its
+            shortlist. Not used by `cosine`, which looks at states.
         on_shortlist: [vocabulary] bool: a row that is sure stays inside if its best token of all is not on the
             shortlist. None: it never has to.
-        final_tokens: [V] int64, the shortlist, where the best token on it is the exit's (`ExitPolicy.shortlist_only`);
-            else None.
+        shortlist_only: whether the best token of the shortlist is the exit's; see `ExitPolicy`.
     """
 
     measure: Measure
-    heads: dict[int, PackedLinear]
+    heads: dict[int, Unembedding]
     on_shortlist: Mask | None = None
-    final_tokens: Tensor | None = None
+    shortlist_only: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +100,7 @@ class ExitRules:
                 policy.measure,
                 self._heads(policy, layers),
                 self._on_shortlist(policy),
-                torch.tensor(policy.shortlist) if policy.shortlist_only else None,
+                policy.shortlist_only,
             )
             if len(self._rules) > _MAX_RULES:
                 self._rules.popitem(last=False)
@@ -141,21 +117,17 @@ class ExitRules:
         on_shortlist[list(policy.shortlist)] = True
         return on_shortlist
 
-    def _heads(self, policy: ExitPolicy, layers: Sequence[int]) -> dict[int, PackedLinear]:
+    def _heads(self, policy: ExitPolicy, layers: Sequence[int]) -> dict[int, Unembedding]:
         exits = self._model.exits
         if policy.measure == "cosine" and not policy.shortlist_only:
             return {}
         if policy.shortlist is None:
             return {layer: exits[layer].unembed for layer in layers}
-        tokens = torch.tensor(policy.shortlist)
-        shared: dict[int, PackedLinear] = {}  # tied exits gather the same rows
-        heads: dict[int, PackedLinear] = {}
+        shared: dict[Unembedding, Unembedding] = {}  # tied exits gather the same rows
         for layer in layers:
-            weight = exits[layer].unembedding
-            if weight.data_ptr() not in shared:
-                shared[weight.data_ptr()] = self._model.linear(weight[tokens])
-            heads[layer] = shared[weight.data_ptr()]
-        return heads
+            if exits[layer].unembed not in shared:
+                shared[exits[layer].unembed] = self._model.unembedding(exits[layer].weight, policy.shortlist)
+        return {layer: shared[exits[layer].unembed] for layer in layers}
 
 
 @dataclass(frozen=True)
@@ -167,33 +139,27 @@ class Scored:
         state: [n, D] what the exit's unembedding reads; None if the measure needs none.
         head: best tokens that are the exit's; None if not known.
         logits: [n, V] fp32 of the whole vocabulary; None if not computed.
-        tokens: [V] what the token ids of `head` stand for; None: for themselves.
     """
 
     places: Places
     state: Tensor | None = None
     head: HeadOutput | None = None
     logits: Tensor | None = None
-    tokens: Tensor | None = None
 
     def select(self, wanted: Mask) -> Scored | None:
-        """The rows that are `wanted` [rows inside], with token ids that stand for themselves; None without any."""
+        """The rows that are `wanted` [rows inside]; None without any."""
         mine = wanted[self.places]
         if not mine.any():
             return None
-        chosen = self
-        if not mine.all():
-            index = torch.from_numpy(np.flatnonzero(mine))
-            chosen = Scored(
-                self.places[mine],
-                None if self.state is None else self.state[index],
-                None if self.head is None else self.head.select(index),
-                None if self.logits is None else self.logits[index],
-                self.tokens,
-            )
-        if chosen.head is None or chosen.tokens is None:
-            return chosen
-        return replace(chosen, head=chosen.head.renumbered(chosen.tokens), tokens=None)
+        if mine.all():
+            return self
+        index = torch.from_numpy(np.flatnonzero(mine))
+        return Scored(
+            self.places[mine],
+            None if self.state is None else self.state.index_select(0, index),
+            None if self.head is None else self.head.select(index),
+            None if self.logits is None else self.logits.index_select(0, index),
+        )
 
 
 @dataclass(frozen=True)
@@ -202,7 +168,8 @@ class _Group:
 
     Attributes:
         rule: how.
-        takes_logits: whether what is measured on the whole vocabulary is measured on logits, which are needed anyway.
+        takes_logits: whether what is measured on the whole vocabulary is measured on logits, from which tokens are
+            chosen anyway.
     """
 
     rule: ExitRule
@@ -218,7 +185,7 @@ class IterationExits:
         sure: [I] of them, those whose confidence exceeded a threshold in this pass.
         confidence: [I] what was measured last, float64; NaN if nothing.
         any_veto: whether tokens of some of them must be on a shortlist.
-        any_shortlist_only: whether some of them take their tokens from a shortlist alone.
+        group_numbers: [I] who is measured in the same way has the same number; -1 is not tested.
     """
 
     def __init__(
@@ -226,7 +193,7 @@ class IterationExits:
         model: PackedModel,
         requests: Sequence[Request],
         exits: Sequence[RequestExits | None],
-        needs_logits: Mask,
+        uses: Sequence[LogitsUse],
     ) -> None:
         """Collect thresholds.
 
@@ -234,13 +201,14 @@ class IterationExits:
             model: whose exits.
             requests: I.
             exits: which exits the newest row of each may take; None takes none.
-            needs_logits: [I] whose next token takes more than the largest logit.
+            uses: for each of them, what its next token asks of the logits.
         """
         self._model = model
         self.sure: Mask = np.zeros(len(requests), dtype=np.bool_)
         self.confidence = np.full(len(requests), np.nan)
-        self.any_veto = self.any_shortlist_only = False
-        self._exits = exits
+        self.any_veto = False
+        self.group_numbers = np.full(len(requests), -1)
+        self._groups: list[_Group] = []
         self._is_open: dict[int, Mask] = {}
         self._open_to_all: set[int] = set()
         if not any(exits):
@@ -264,16 +232,17 @@ class IterationExits:
         self._levels = dict(zip(candidates, levels.T.copy(), strict=True))
         self._is_open = dict(zip(candidates, used.T.copy(), strict=True))
         self._open_to_all.update(layer for layer in self.layers if self._is_open[layer].all())
-        # A row goes one way or the other by its own needs, never by its neighbours'.
-        groups: dict[tuple[ExitRule, bool], int] = {}
-        numbers = [
-            -1 if allowed is None else groups.setdefault((allowed.rule, needs), len(groups))
-            for allowed, needs in zip(exits, needs_logits.tolist(), strict=True)
-        ]
-        self._groups = [_Group(rule, needs) for rule, needs in groups]
-        self._group_numbers = np.array(numbers)
+        # A row goes one way or the other by its own needs, never by its neighbours'. What is only reported is no need
+        # here: it must not change by a bit how sure a row is.
+        groups: dict[_Group, int] = {}
+        self.group_numbers = np.array(
+            [
+                -1 if allowed is None else groups.setdefault(_Group(allowed.rule, use is LogitsUse.CHOICE), len(groups))
+                for allowed, use in zip(exits, uses, strict=True)
+            ]
+        )
+        self._groups = list(groups)
         self.any_veto = any(group.rule.on_shortlist is not None for group in self._groups)
-        self.any_shortlist_only = any(group.rule.final_tokens is not None for group in self._groups)
 
     def is_open(self, layer: int) -> Mask:
         """[I] requests that may leave at `layer`."""
@@ -294,19 +263,18 @@ class IterationExits:
     def off_shortlist(self, items: Places, token_ids: npt.NDArray[np.int64]) -> Mask:
         """[n] requests whose token [n] must be on their shortlist and is not; see `ExitRule`."""
         stays = np.zeros(len(items), dtype=np.bool_)
-        numbers = self._group_numbers[items]
+        numbers = self.group_numbers[items]
         for number, group in enumerate(self._groups):
             if group.rule.on_shortlist is not None:
                 mine = numbers == number
                 stays[mine] = ~group.rule.on_shortlist[token_ids[mine]]
         return stays
 
-    def shortlist_only(self, item: int, layer: int) -> Unembedding | None:
-        """What gives the best token of a request at an early exit, if not the whole vocabulary does."""
-        allowed = self._exits[item]
-        if allowed is None or allowed.rule.final_tokens is None:
-            return None
-        return Unembedding(allowed.rule.heads[layer], allowed.rule.final_tokens)
+    def unembedding(self, group_number: int, layer: int) -> Unembedding:
+        """What gives the best tokens of a group's requests at an exit."""
+        if group_number >= 0 and self._groups[group_number].rule.shortlist_only and layer in self._levels:
+            return self._groups[group_number].rule.heads[layer]
+        return self._model.exits[layer].unembed
 
     def test(self, layer: int, sweep: Sweep, tested: Places, cache: KVStorage) -> list[Scored]:
         """Measure rows at an exit; `sure` and `confidence` of their requests are set.
@@ -326,7 +294,7 @@ class IterationExits:
             measured, scored = values.numpy(force=True).astype(np.float64), [result]
         else:
             measured, scored = np.empty(len(tested)), []
-            numbers = self._group_numbers[items]
+            numbers = self.group_numbers[items]
             for number, group in enumerate(self._groups):
                 mine = np.flatnonzero(numbers == number)
                 if len(mine):
@@ -351,12 +319,10 @@ class IterationExits:
         whole = head is self._model.exits[layer].unembed
         if rule.measure != "entropy" and not (whole and group.takes_logits):
             state, best, values = self._model.test_exit(layer, x, rows, cache, head, rule.measure)
-            is_final = whole or rule.final_tokens is not None
-            return values, Scored(places, state, best if is_final else None, tokens=rule.final_tokens)
+            return values, Scored(places, state, best if whole or rule.shortlist_only else None)
         state = self._model.exit_state(layer, x, rows, cache)
-        logits = head.logits(state)
+        logits = head.linear.logits(state)
         values = confidence(rule.measure, logits, state, state)
         if whole:
             return values, Scored(places, state, logits=logits)
-        best = None if rule.final_tokens is None else HeadOutput.of(logits)
-        return values, Scored(places, state, best, tokens=rule.final_tokens)
+        return values, Scored(places, state, head.named(HeadOutput.of(logits)) if rule.shortlist_only else None)

@@ -16,8 +16,9 @@ from offramp.serve.execution.exit_test import IterationExits, RequestExits
 from offramp.serve.execution.kept_tokens import KeptTokens
 from offramp.serve.execution.kv_policy import keeps
 from offramp.serve.execution.parked import Parking
-from offramp.serve.execution.sweep import Mask
+from offramp.serve.execution.sweep import Mask, Places
 from offramp.serve.model.packed import PackedModel
+from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
 
 
@@ -28,7 +29,8 @@ class Iteration:
     Attributes:
         scheduled: I.
         exits: of their newest rows.
-        needs_logits: [I] requests whose tokens take more than the largest logit.
+        uses: [I] what their tokens ask of the logits (`LogitsUse`).
+        are_plain: whether all of them ask for the best token and no more.
         is_judged: [I] requests whose kept rows are judged by the full model.
         decodes: requests that decode: id -> index.
         waited: [I] iterations that the newest row of each has waited at exits.
@@ -42,7 +44,8 @@ class Iteration:
 
     scheduled: Sequence[ScheduledRequest]
     exits: IterationExits
-    needs_logits: Mask
+    uses: npt.NDArray[np.int64]
+    are_plain: bool
     is_judged: Mask
     decodes: dict[str, int]
     waited: npt.NDArray[np.int64]
@@ -58,7 +61,7 @@ class Iteration:
         cls,
         scheduled: Sequence[ScheduledRequest],
         exits: Sequence[RequestExits | None],
-        needs_logits: Mask,
+        uses: Sequence[LogitsUse],
         bounds: Sequence[int],
         model: PackedModel,
         kept: KeptTokens,
@@ -69,7 +72,7 @@ class Iteration:
         Args:
             scheduled: I.
             exits: for each of them, the exits its generated tokens may take where they are sure; None: none.
-            needs_logits: [I].
+            uses: for each of them, what its next token asks of the logits.
             bounds: layers at which some row leaves, whatever it is sure of.
             model: whose exits.
             kept: tokens that wait for a deeper pass.
@@ -81,7 +84,7 @@ class Iteration:
             point if decodes and not request.runs_full_depth else None
             for point, decodes, request in zip(exits, is_decode, requests, strict=True)
         ]
-        gate = IterationExits(model, requests, allowed, needs_logits)
+        gate = IterationExits(model, requests, allowed, uses)
         keeping = [index for index, request in enumerate(requests) if keeps(request)]
         if model.has_exit_blocks:
             # The block of a head attends over the sequence, so every token that passes it leaves keys and values there,
@@ -102,7 +105,8 @@ class Iteration:
         return cls(
             scheduled,
             gate,
-            needs_logits,
+            np.array(uses),
+            not any(uses),
             np.array(is_judged),
             decodes,
             waited,
@@ -113,6 +117,14 @@ class Iteration:
             sorted(pauses - {num_layers}),
             num_layers,
         )
+
+    def uses_at(self, layer: int, items: Places) -> npt.NDArray[np.int64]:
+        """[n] what the tokens of some requests [n] ask of the logits of an exit."""
+        uses = self.uses[items]
+        if layer < self.num_layers:
+            # Log-probabilities are the full model's, which judges a draft.
+            uses[(uses == LogitsUse.REPORT) & self.is_judged[items]] = LogitsUse.BEST
+        return uses
 
     def owner(self, item: int) -> str:
         """Id of a request."""

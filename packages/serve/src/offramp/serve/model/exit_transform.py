@@ -22,6 +22,7 @@ from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.linear import ChosenKernels, NativeMap, PackedLinear
 from offramp.serve.model.native import native_library
 from offramp.serve.model.stacking import stacked
+from offramp.serve.model.unembedding import Unembedding
 
 _Map = tuple[Tensor, Tensor | None]  # weight and bias
 _NO_MAP = (None, None, None)
@@ -96,22 +97,23 @@ class ExitTransform:
             x = x + correction
         return x if self._norm is None else ops.rms_norm(x, self._norm, self._eps)
 
-    def test(self, x: Tensor, unembed: PackedLinear, measure: HeadMeasure) -> tuple[Tensor, HeadOutput, Tensor]:
+    def test(self, x: Tensor, unembed: Unembedding, measure: HeadMeasure) -> tuple[Tensor, HeadOutput, Tensor]:
         """Transform, unembed and measure.
 
         Args:
             x: [N, D] states after the exit layer.
-            unembed: D -> V.
+            unembed: D -> V, maybe of a shortlist, over which confidence is then measured.
             measure: confidence measure.
 
         Returns:
             The states [N, D] that the unembedding has read, its best tokens, and the confidences [N] fp32.
         """
-        if self._exit_test is not None and unembed.packed is not None:
+        packed = unembed.linear.packed
+        if self._exit_test is not None and packed is not None:
             state, token_ids, best, second, logsumexp, values = self._exit_test(
                 x.contiguous(),
                 *self._arguments,
-                *(unembed.packed.weight, unembed.packed.scales, unembed.out_features),
+                *(packed.weight, packed.scales, unembed.linear.out_features, unembed.tokens),
                 measure == "margin",
             )
             return state, HeadOutput(token_ids, best, second, logsumexp), values

@@ -96,7 +96,7 @@ def _exits_agree(ops: Any, dtype: torch.dtype) -> bool:
     gates, ups = F.linear(_norm(wide, inner_norm.double()), gate_up.double()).chunk(2, dim=1)
     scale = wide.pow(2).mean(dim=1, keepdim=True).add(_EPS).sqrt()
     exact = _norm(wide + F.linear(F.silu(gates) * ups, down.double()) * scale, norm.double())
-    state, token_ids, best, _, _, margin = ops.exit_test(x, *head, ops.pack_linear(unembedding), None, 70, True)
+    state, token_ids, best, _, _, margin = ops.exit_test(x, *head, ops.pack_linear(unembedding), None, 70, None, True)
     logits = F.linear(state.double(), unembedding.double())
     shares = logits.softmax(dim=1).topk(2).values
     return all(

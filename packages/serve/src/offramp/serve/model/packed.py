@@ -31,7 +31,7 @@ from offramp.serve.model.layers_torch import TorchFill, TorchLayers
 from offramp.serve.model.linear import ChosenKernels, PackedLinear, choose_kernels
 from offramp.serve.model.native import native_library
 from offramp.serve.model.rows import RowContext, Rows
-from offramp.serve.model.shortlist_head import ShortlistHead
+from offramp.serve.model.unembedding import Unembedding
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class PackedExit:
         block: the head's block, run on the cache; None if it has none.
         transform: the rest of the head: what comes before the unembedding.
         unembed: D -> V.
-        unembedding: [V, D] plain, for shortlists.
+        weight: [V, D] that of the unembedding, plain, for shortlists.
         next_cache_layer: the first cache layer that a row which leaves here has to fill; the others follow it.
     """
 
     layer: int
     block: ExitBlock | None
     transform: ExitTransform
-    unembed: PackedLinear
-    unembedding: Tensor
+    unembed: Unembedding
+    weight: Tensor
     next_cache_layer: int
 
 
@@ -129,7 +129,7 @@ class PackedModel:
         block_layers = self._pack_layers(exit_blocks, block_places, release) if exit_blocks else None
 
         shared = model.unembedding().detach()
-        unembed = self.linear(shared)
+        unembed = self.unembedding(shared)
         self.exits: dict[int, PackedExit] = {}
         for number, (layer, head) in enumerate(heads.items()):
             own = None if head.unembed is None else head.unembed.weight.detach()
@@ -138,19 +138,27 @@ class PackedModel:
                 layer=layer,
                 block=None if block_layers is None else ExitBlock(block_layers, number),
                 transform=self._pack_transform(head, norm),
-                unembed=unembed if own is None else self.linear(own),
-                unembedding=shared if own is None else own,
+                unembed=unembed if own is None else self.unembedding(own),
+                weight=shared if own is None else own,
                 next_cache_layer=after_exit[layer],
             )
         final = config.num_layers
         if final_shortlist is not None:
-            unembed = ShortlistHead(shared, final_shortlist, self.kernels, int8_for=self._int8_for)
+            unembed = self.unembedding(shared, final_shortlist)
         last = self._pack_transform(None, model.norm)
         self.exits[final] = PackedExit(final, None, last, unembed, shared, self.num_cache_layers)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """A linear map that is computed as the model's own are."""
-        return PackedLinear(weight, bias, kernels=self.kernels, int8_for=self._int8_for)
+    def unembedding(self, weight: Tensor, shortlist: Sequence[int] | None = None) -> Unembedding:
+        """One that is computed as the model's own are.
+
+        Args:
+            weight: [V, D].
+            shortlist: tokens, each once; None: all.
+        """
+        if shortlist is None:
+            return Unembedding(self._linear(weight))
+        tokens = torch.tensor(shortlist, device=weight.device)
+        return Unembedding(self._linear(weight[tokens]), tokens, len(weight))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[N] -> [N, D]."""
@@ -183,7 +191,7 @@ class PackedModel:
         return point.transform(x if point.block is None else point.block.run(x, rows, cache))
 
     def test_exit(
-        self, layer: int, x: Tensor, rows: Rows, cache: KVStorage, unembed: PackedLinear, measure: HeadMeasure
+        self, layer: int, x: Tensor, rows: Rows, cache: KVStorage, unembed: Unembedding, measure: HeadMeasure
     ) -> tuple[Tensor, HeadOutput, Tensor]:
         """What `exit_state` gives, and what follows from it by an unembedding; see `ExitTransform.test`."""
         point = self.exits[layer]
@@ -193,6 +201,9 @@ class PackedModel:
         """Write keys and values of all cache layers after exit `layer` from the states [N, D] that left there."""
         assert self._fill is not None, "there are no early exits"
         self._fill.write(self.exits[layer].next_cache_layer, x, rows, cache)
+
+    def _linear(self, weight: Tensor) -> PackedLinear:
+        return PackedLinear(weight, kernels=self.kernels, int8_for=self._int8_for)
 
     def _pack_transform(self, head: ExitHead | None, norm: RMSNorm | None) -> ExitTransform:
         return ExitTransform(head, norm, self.config.rms_norm_eps, self.kernels, int8_for=self._int8_for)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from offramp.serve.execution.departures import Departure
 from offramp.serve.request.iteration_result import IterationResult, SampledToken, TokenLogprobs
+from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.request.request import Request
-from offramp.serve.sampling.sampler import Sample, SamplingState, prompt_logprobs, sample
+from offramp.serve.sampling.sampler import Sample, SamplingState, logprobs, prompt_logprobs, sample
 from offramp.serve.sampling.verification import Drafting, NoTokenError
 
 log = logging.getLogger(__name__)
@@ -53,9 +54,9 @@ class DecodingState:
         return self.sampling.request
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether the next iteration's tokens take more than the largest raw logits."""
-        return self.sampling.needs_logits if self.drafting is None else self.drafting.needs_logits
+    def logits_use(self) -> LogitsUse:
+        """What the next iteration's tokens ask of the logits."""
+        return self.sampling.logits_use if self.drafting is None else self.drafting.logits_use
 
 
 class IterationResults:
@@ -145,7 +146,8 @@ class IterationResults:
         if departure.head is not None:
             best, token_ids = departure.head.best.tolist(), departure.head.token_ids.tolist()
             for place in places:
-                self._take(departure, place, Sample(token_ids[place], None) if math.isfinite(best[place]) else None)
+                is_sound = math.isfinite(best[place])
+                self._take(departure, place, self._best(departure, place, token_ids[place]) if is_sound else None)
             return
         assert departure.logits is not None
         logits = departure.logits if len(places) == len(departure.items) else departure.logits[places]
@@ -161,6 +163,13 @@ class IterationResults:
             return
         for place, one in zip(places, chosen, strict=True):
             self._take(departure, place, one)
+
+    def _best(self, departure: Departure, place: int, token_id: int) -> Sample:
+        """A best token, with what is to be reported of it."""
+        number = self._states[departure.items[place]].request.sampling.logprobs
+        if number is None or departure.logits is None:
+            return Sample(token_id, None)
+        return Sample(token_id, logprobs(departure.logits[place], token_id, number))
 
     def _take(self, departure: Departure, place: int, chosen: Sample | None) -> None:
         item, layer = departure.items[place], departure.exit_layer

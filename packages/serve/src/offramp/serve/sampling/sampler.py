@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from offramp.serve.request.iteration_result import TokenLogprobs
+from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.request.request import Request
 from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.sampling.constraint import ConstraintState
@@ -79,16 +80,12 @@ class SamplingState:
         return len(self.request.output_token_ids) + len(self.request.drafts)
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether the next token takes more than the largest raw logit."""
+    def logits_use(self) -> LogitsUse:
+        """What the next token asks of the logits."""
         params = self.request.sampling
-        return (
-            not params.is_greedy
-            or params.logprobs is not None
-            or bool(params.logit_bias)
-            or bool(self._readers)
-            or self.next_index < params.min_tokens
-        )
+        if not params.is_greedy or params.logit_bias or self._readers or self.next_index < params.min_tokens:
+            return LogitsUse.CHOICE
+        return LogitsUse.BEST if params.logprobs is None else LogitsUse.REPORT
 
     @property
     def fault(self) -> str | None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from offramp.serve.request.iteration_result import SampledToken
+from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.sampling.distribution import Distribution
 from offramp.serve.sampling.draws import Purpose
 from offramp.serve.sampling.sampler import SamplingState, distribution, logprobs
@@ -113,10 +114,12 @@ class Drafting:
         self._proposals: list[Distribution] = []
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether judging the drafts there are takes more than the largest raw logits."""
+    def logits_use(self) -> LogitsUse:
+        """What judging the drafts there are asks of the logits."""
         request = self._request
-        return self._sampling.needs_logits or len(request.output_token_ids) < request.sampling.min_tokens
+        if len(request.output_token_ids) < request.sampling.min_tokens:
+            return LogitsUse.CHOICE
+        return self._sampling.logits_use
 
     def draft(self, logits: Tensor, exit_layer: int, confidence: float | None) -> SampledToken:
         """Choose the next draft.
