@@ -11,13 +11,11 @@ Legend: N rows, V vocabulary, L layers.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,12 +103,12 @@ def unembed(model: PackedModel, iteration: Iteration, left: Iterable[LeftRows]) 
             logits[part.whole].append(part)
     for unembedding, group in heads.items():
         found = unembedding.head(_states(group))
-        for part, places in zip(group, _places(group), strict=True):
-            part.rows = replace(part.rows, head=found.select(places))
+        for part, head in zip(group, found.split([len(part.rows.items) for part in group]), strict=True):
+            part.rows.head = head
     for unembedding, group in logits.items():
         values = unembedding.logits(_states(group))
-        for part, places in zip(group, _places(group), strict=True):
-            part.rows = replace(part.rows, logits=values[places])
+        for part, mine in zip(group, values.split([len(part.rows.items) for part in group]), strict=True):
+            part.rows.logits = mine
     departures = Departures()
     for part in parts:
         _settle(departures, iteration, part.rows)
@@ -120,25 +118,20 @@ def unembed(model: PackedModel, iteration: Iteration, left: Iterable[LeftRows]) 
 def _parts(model: PackedModel, iteration: Iteration, left: LeftRows) -> Iterator[_Part]:
     """Rows of one exit by what they need."""
     layer, gate = left.exit_layer, iteration.exits
-    uses, numbers = iteration.uses_at(layer, left.items), gate.group_numbers[left.items]
-    kinds = uses + len(LogitsUse) * numbers
-    for kind in np.unique(kinds).tolist():
-        rows = left.select(kinds == kind)
+    uses = iteration.uses if layer == iteration.num_layers else iteration.early_uses
+    kinds = uses[left.items] + len(LogitsUse) * gate.group_numbers[left.items]
+    distinct = set(kinds.tolist())
+    for kind in distinct:
+        rows = left if len(distinct) == 1 else left.select(kinds == kind)
         assert rows is not None
         number, use = divmod(kind, len(LogitsUse))
         if use == LogitsUse.CHOICE:
-            rows = replace(rows, head=None)
+            rows.head = None
         yield _Part(rows, LogitsUse(use), model.exits[layer].unembed, gate.unembedding(number, layer))
 
 
 def _states(group: Sequence[_Part]) -> Tensor:
     return group[0].rows.state if len(group) == 1 else torch.cat([part.rows.state for part in group])
-
-
-def _places(group: Sequence[_Part]) -> Iterator[slice]:
-    """Where each part's rows are among those of a group."""
-    stops = itertools.accumulate(len(part.rows.items) for part in group)
-    return (slice(stop - len(part.rows.items), stop) for part, stop in zip(group, stops, strict=True))
 
 
 def _settle(departures: Departures, iteration: Iteration, rows: LeftRows) -> None:

@@ -102,14 +102,14 @@ class Executor:
         self._kept.forget(request_id)
         self._parking.forget(request_id)
 
-    @torch.inference_mode()
     def prepare(self, output: SchedulerOutput) -> None:
         """Do what comes before anything is computed: forget the preempted, and copy blocks."""
         self.trace = Trace()
         for request_id in output.preempted:
             self.forget(request_id)
         if output.copies:
-            self._cache.copy_blocks(output.copies)
+            with torch.inference_mode():
+                self._cache.copy_blocks(output.copies)
 
     @torch.inference_mode()
     def run(
@@ -162,7 +162,7 @@ class Executor:
             layers = bound_layers(item)
             if layers is not None:
                 bound[start : len(tokens)] = layers
-        x = self._model.embed(torch.tensor(tokens, dtype=torch.int64))
+        x = self._model.embed(torch.from_numpy(np.array(tokens, dtype=np.int64)))
         return Sweep(x, x, rows, rows.sequences.numpy().astype(np.intp), predicts, bound)
 
     def _climb(self, iteration: Iteration, sweep: Sweep, on_prompt_logits: PromptLogits | None) -> None:
@@ -259,11 +259,13 @@ class Executor:
 
     def _settle(self, iteration: Iteration, sweep: Sweep, layer: int, gone: Places) -> float:
         """Let the KV policies of rows that leave do what they do; the seconds they took."""
-        policies = iteration.kv_policies[sweep.items[gone]]
-        for policy in iteration.distinct_kv_policies:
-            places = gone[policies == policy]
-            if not len(places):
-                continue
+        policies = iteration.distinct_kv_policies
+        for policy in policies:
+            places = gone
+            if len(policies) > 1:
+                places = gone[iteration.kv_policies[sweep.items[gone]] == policy]
+                if not len(places):
+                    continue
             rows, owners = sweep.select_rows(places), map(iteration.owner, sweep.items[places].tolist())
             self._leave_rules[policy](layer, sweep.select(sweep.x, places), rows, owners)
         return self._clock.lap("fill")
@@ -303,8 +305,8 @@ class Executor:
         """
         self._clock.lap("other")
         counts = [len(group.positions) for _, group in groups]
-        sequences = np.repeat(np.array([item for item, _ in groups], dtype=np.int32), counts)
-        rows = sweep.rows.at(torch.from_numpy(sequences), torch.cat([group.positions for _, group in groups]))
+        sequences = np.repeat([item for item, _ in groups], counts)
+        rows = sweep.rows.at(sequences, np.concatenate([group.positions.numpy() for _, group in groups]))
         self._model.fill(sweep.depth, torch.cat([group.states for _, group in groups]), rows, self._cache)
         self.trace.filled_rows += len(rows)
         self._clock.lap("fill")
@@ -330,10 +332,9 @@ class Executor:
             if arrivals:
                 sweep.admit(arrivals, self._num_layers)
             return
-        for item in np.unique(sweep.items).tolist():
-            places = np.flatnonzero(sweep.items == item)
-            positions, x = sweep.select_rows(places).positions, sweep.select(sweep.x, places)
-            parking.put(iteration.owner(item), ParkedRows(layer, positions, x, int(iteration.waited[item])))
+        for item, run in sweep.runs:
+            rows = ParkedRows(layer, sweep.rows.positions[run], sweep.x[run], int(iteration.waited[item]))
+            parking.put(iteration.owner(item), rows)
         sweep.keep(np.empty(0, dtype=np.intp))
 
     def _finish(self, iteration: Iteration, sweep: Sweep, on_prompt_logits: PromptLogits | None) -> None:

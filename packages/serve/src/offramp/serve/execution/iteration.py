@@ -16,7 +16,7 @@ from offramp.serve.execution.exit_test import IterationExits, RequestExits
 from offramp.serve.execution.kept_tokens import KeptTokens
 from offramp.serve.execution.kv_policy import keeps
 from offramp.serve.execution.parked import Parking
-from offramp.serve.execution.sweep import Mask, Places
+from offramp.serve.execution.sweep import Mask
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
@@ -29,8 +29,8 @@ class Iteration:
     Attributes:
         scheduled: I.
         exits: of their newest rows.
-        uses: [I] what their tokens ask of the logits (`LogitsUse`).
-        are_plain: whether all of them ask for the best token and no more.
+        uses: [I] what their tokens ask of the logits of the final exit (`LogitsUse`).
+        early_uses: [I] the same of early exits: log-probabilities of a draft are the full model's, which judges it.
         is_judged: [I] requests whose kept rows are judged by the full model.
         decodes: requests that decode: id -> index.
         waited: [I] iterations that the newest row of each has waited at exits.
@@ -45,7 +45,7 @@ class Iteration:
     scheduled: Sequence[ScheduledRequest]
     exits: IterationExits
     uses: npt.NDArray[np.int64]
-    are_plain: bool
+    early_uses: npt.NDArray[np.int64]
     is_judged: Mask
     decodes: dict[str, int]
     waited: npt.NDArray[np.int64]
@@ -79,11 +79,16 @@ class Iteration:
             parking: newest rows that wait for company; those of `scheduled` have then waited once more.
         """
         requests = [item.request for item in scheduled]
-        is_decode = [item.phase is Phase.DECODE for item in scheduled]
-        allowed = [
-            point if decodes and not request.runs_full_depth else None
-            for point, decodes, request in zip(exits, is_decode, requests, strict=True)
-        ]
+        decodes: dict[str, int] = {}
+        allowed: list[RequestExits | None] = [None] * len(requests)
+        is_judged = [False] * len(requests)
+        for index, (item, request) in enumerate(zip(scheduled, requests, strict=True)):
+            if item.phase is Phase.PREFILL:
+                continue
+            decodes[request.request_id] = index
+            if not request.runs_full_depth:
+                allowed[index] = exits[index]
+            is_judged[index] = request.exits.kv_policy == "verify"
         gate = IterationExits(model, requests, allowed, uses)
         keeping = [index for index, request in enumerate(requests) if keeps(request)]
         if model.has_exit_blocks:
@@ -94,20 +99,20 @@ class Iteration:
             pauses = {*gate.layers, *bounds}
             for index in keeping:
                 pauses.update(kept.depths(requests[index].request_id))
+        waiting = parking.begin(decodes)
+        waited = np.zeros(len(requests), dtype=np.int64)
+        for name, rows in waiting.items():
+            waited[decodes[name]] = rows.waited
+            pauses.add(rows.exit_layer)
         kv_policies: list[KVPolicy] = [request.exits.kv_policy for request in requests]
-        is_judged = [decodes and policy == "verify" for decodes, policy in zip(is_decode, kv_policies, strict=True)]
         num_layers = model.config.num_layers
-        ids = [request.request_id for request in requests]
-        decodes = {name: index for index, (name, decodes) in enumerate(zip(ids, is_decode, strict=True)) if decodes}
-        waited = parking.begin(ids) if parking.is_open else np.zeros(len(ids), dtype=np.int64)
-        waiting = parking.waiting(decodes)
-        pauses.update(rows.exit_layer for rows in waiting.values())
+        judged, asked = np.array(is_judged), np.array(uses)
         return cls(
             scheduled,
             gate,
-            np.array(uses),
-            not any(uses),
-            np.array(is_judged),
+            asked,
+            np.where(judged & (asked == LogitsUse.REPORT), LogitsUse.BEST, asked) if any(is_judged) else asked,
+            judged,
             decodes,
             waited,
             len(waiting) == len(scheduled),
@@ -117,14 +122,6 @@ class Iteration:
             sorted(pauses - {num_layers}),
             num_layers,
         )
-
-    def uses_at(self, layer: int, items: Places) -> npt.NDArray[np.int64]:
-        """[n] what the tokens of some requests [n] ask of the logits of an exit."""
-        uses = self.uses[items]
-        if layer < self.num_layers:
-            # Log-probabilities are the full model's, which judges a draft.
-            uses[(uses == LogitsUse.REPORT) & self.is_judged[items]] = LogitsUse.BEST
-        return uses
 
     def owner(self, item: int) -> str:
         """Id of a request."""

@@ -10,7 +10,7 @@ Legend: N rows, D model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,18 +65,17 @@ class Parking:
 
     def waiting(self, request_ids: Iterable[str], exit_layer: int | None = None) -> dict[str, ParkedRows]:
         """What waits of some requests, at one exit or (None) at any."""
+        if not self._parked:
+            return {}
         found = ((one, self._parked.get(one)) for one in request_ids)
         return {one: rows for one, rows in found if rows is not None and exit_layer in (None, rows.exit_layer)}
 
-    def begin(self, request_ids: Sequence[str]) -> npt.NDArray[np.int64]:
-        """An iteration begins with some requests: those that wait have waited once more.
-
-        Returns:
-            [I] how many iterations each has waited.
-        """
-        for rows in self.waiting(request_ids).values():
+    def begin(self, request_ids: Iterable[str]) -> dict[str, ParkedRows]:
+        """An iteration begins with some requests: what waits of them, which has then waited once more."""
+        waiting = self.waiting(request_ids)
+        for rows in waiting.values():
             rows.waited += 1
-        return np.array([0 if one not in self._parked else self._parked[one].waited for one in request_ids])
+        return waiting
 
     def are_due(self, waited: npt.NDArray[np.int64]) -> Mask:
         """Which rows have waited for so many iterations that they must go on."""

@@ -5,6 +5,7 @@ Legend: N rows, D model, V vocabulary, L layers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,13 +15,12 @@ import torch
 from torch import Tensor
 
 from offramp.serve.model.head_output import HeadOutput
-from offramp.serve.model.rows import Rows
+from offramp.serve.model.rows import Places, Rows
 
 Mask = npt.NDArray[np.bool_]
-Places = npt.NDArray[np.intp]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LeftRows:
     """Rows that have left and predict a token.
 
@@ -54,12 +54,12 @@ class LeftRows:
         return LeftRows(
             self.items[wanted],
             self.exit_layer,
-            self.state[index],
+            self.state.index_select(0, index),
             self.places[wanted],
             self.x,
             self.positions,
             None if self.head is None else self.head.select(index),
-            None if self.logits is None else self.logits[index],
+            None if self.logits is None else self.logits.index_select(0, index),
         )
 
 
@@ -114,13 +114,19 @@ class Sweep:
         """[n] where the rows are that predict a token."""
         return np.flatnonzero(self.predicts)
 
+    @property
+    def runs(self) -> list[tuple[int, slice]]:
+        """The requests whose rows are inside, and where these are."""
+        bounds = [*np.flatnonzero(np.diff(self.items, prepend=-1)).tolist(), len(self)]
+        return [(int(self.items[start]), slice(start, stop)) for start, stop in itertools.pairwise(bounds)]
+
     def select(self, states: Tensor, places: Places) -> Tensor:
         """Rows at `places` [n] of states [N, D]; all of them without a copy."""
         return states if len(places) == len(states) else states.index_select(0, torch.from_numpy(places))
 
     def select_rows(self, places: Places) -> Rows:
         """Rows at `places` [n], as tensors."""
-        return self.rows if len(places) == len(self) else self.rows.select(torch.from_numpy(places))
+        return self.rows if len(places) == len(self) else self.rows.select(places)
 
     def leave(
         self,
@@ -136,8 +142,7 @@ class Sweep:
 
     def keep(self, places: Places) -> None:
         """Only these rows go on."""
-        index = torch.from_numpy(places)
-        self.x, self.rows = self.x.index_select(0, index), self.rows.select(index)
+        self.x, self.rows = self.x.index_select(0, torch.from_numpy(places)), self.rows.select(places)
         self.items, self.predicts, self.bound = self.items[places], self.predicts[places], self.bound[places]
 
     def admit(self, arrivals: Sequence[Arrival], num_layers: int) -> None:
@@ -146,11 +151,9 @@ class Sweep:
         items = np.repeat([arrival.item for arrival in arrivals], counts)
         predicts = np.zeros(len(items), dtype=np.bool_)
         predicts[np.cumsum(counts) - 1] = [arrival.predicts for arrival in arrivals]
-        self.rows, order = self.rows.join(
-            torch.from_numpy(items.astype(np.int32)), torch.cat([arrival.positions for arrival in arrivals])
-        )
-        self.x = torch.cat([self.x, *(arrival.x for arrival in arrivals)])[order]
-        places = order.numpy()
-        self.items = np.concatenate((self.items, items))[places]
-        self.predicts = np.concatenate((self.predicts, predicts))[places]
-        self.bound = np.concatenate((self.bound, np.full(len(items), num_layers)))[places]
+        self.rows, order = self.rows.join(items, np.concatenate([arrival.positions.numpy() for arrival in arrivals]))
+        x = torch.cat([self.x, *(arrival.x for arrival in arrivals)])
+        self.x = x.index_select(0, torch.from_numpy(order))
+        self.items = np.concatenate((self.items, items))[order]
+        self.predicts = np.concatenate((self.predicts, predicts))[order]
+        self.bound = np.concatenate((self.bound, np.full(len(items), num_layers)))[order]

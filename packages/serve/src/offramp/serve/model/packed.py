@@ -162,7 +162,7 @@ class PackedModel:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[N] -> [N, D]."""
-        return self._embedding[token_ids]
+        return self._embedding.index_select(0, token_ids)
 
     def row_context(self, max_model_len: int, block_size: int) -> RowContext:
         """What rows of this model share, with rotary tables for `max_model_len` tokens.

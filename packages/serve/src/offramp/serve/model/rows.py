@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from offramp.serve.model.attended import Attended
 from offramp.serve.scheduling.scheduler_output import ScheduledRequest
+
+Places = npt.NDArray[np.intp]
 
 
 class RowContext:
@@ -89,48 +92,63 @@ class Rows:
             self.positions, self.sequences, self.block_tables, context.block_size, context.sliding_window, context.dtype
         )
 
-    def select(self, index: Tensor) -> Rows:
-        """The rows `index` [n], which keeps those of one sequence neighbours in order of position."""
+    def select(self, places: Places) -> Rows:
+        """The rows at `places` [n], which keeps those of one sequence neighbours in order of position."""
         return Rows(
-            self.positions.index_select(0, index),
-            self.slots.index_select(0, index),
-            self.sequences.index_select(0, index),
+            _at(self.positions, places),
+            _at(self.slots, places),
+            _at(self.sequences, places),
             self.block_tables,
             self.context,
         )
 
-    def at(self, sequences: Tensor, positions: Tensor) -> Rows:
-        """Other rows [n] of the same sequences.
+    def at(self, sequences: Places, positions: npt.NDArray[np.int64]) -> Rows:
+        """Other rows of the same sequences.
 
         Args:
-            sequences: [n] int32, ascending.
-            positions: [n] int64, ascending within a sequence.
+            sequences: [n] ascending.
+            positions: [n] ascending within a sequence.
         """
         size = self.context.block_size
-        slots = self.block_tables[sequences, positions // size] * size + positions % size
-        return Rows(positions, slots.to(torch.int64), sequences, self.block_tables, self.context)
+        blocks, offsets = np.divmod(positions, size)
+        slots = self.block_tables.numpy()[sequences, blocks] * np.int64(size) + offsets
+        return Rows(
+            torch.from_numpy(positions),
+            torch.from_numpy(slots),
+            torch.from_numpy(sequences.astype(np.int32)),
+            self.block_tables,
+            self.context,
+        )
 
-    def join(self, sequences: Tensor, positions: Tensor) -> tuple[Rows, Tensor]:
+    def join(self, sequences: Places, positions: npt.NDArray[np.int64]) -> tuple[Rows, Places]:
         """These rows, and further ones of the same sequences.
 
         Args:
-            sequences: [n] int32.
-            positions: [n] int64.
+            sequences: [n] of the further ones.
+            positions: [n].
 
         Returns:
             All rows, and [N + n] which of these rows (counting the further ones on from N) lies at each place.
         """
         other = self.at(sequences, positions)
         joined = Rows(
-            torch.cat((self.positions, positions)),
-            torch.cat((self.slots, other.slots)),
-            torch.cat((self.sequences, sequences)),
+            _joined(self.positions, other.positions),
+            _joined(self.slots, other.slots),
+            _joined(self.sequences, other.sequences),
             self.block_tables,
             self.context,
         )
-        reach = self.block_tables.shape[1] * self.context.block_size
-        order = torch.argsort(joined.sequences * reach + joined.positions)
+        order = np.lexsort((joined.positions.numpy(), joined.sequences.numpy()))
         return joined.select(order), order
+
+
+def _joined(one: Tensor, other: Tensor) -> Tensor:
+    return torch.from_numpy(np.concatenate((one.numpy(), other.numpy())))
+
+
+def _at(column: Tensor, places: Places) -> Tensor:
+    # Of a few numbers, and cheaper than an operation of torch.
+    return torch.from_numpy(column.numpy()[places])
 
 
 def build_rows(
@@ -146,7 +164,7 @@ def build_rows(
     size = context.block_size
     starts = np.array([item.start for item in scheduled])
     counts = np.array([item.num_tokens for item in scheduled])
-    used = ((starts + counts + size - 1) // size).tolist()
+    used = [-(-(item.start + item.num_tokens) // size) for item in scheduled]
     widest = max(used)
     tables = np.array(
         [_padded(item.block_table, number, widest) for item, number in zip(scheduled, used, strict=True)],
@@ -159,7 +177,8 @@ def build_rows(
     if (counts != 1).any():
         sequences = sequences.repeat(counts)
         positions = np.arange(len(sequences)) + (starts - counts.cumsum() + counts).repeat(counts)
-    slots = tables[sequences, positions // size].astype(np.int64) * size + positions % size
+    blocks, offsets = np.divmod(positions, size)
+    slots = tables[sequences, blocks] * np.int64(size) + offsets
     return Rows(
         torch.from_numpy(positions),
         torch.from_numpy(slots),
