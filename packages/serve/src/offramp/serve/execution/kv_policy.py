@@ -53,11 +53,10 @@ class Keep:
 
     def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Iterable[str]) -> None:
         """Put the rows away, request by request."""
-        start = 0
-        for owner, members in groupby(owners):
-            stop = start + sum(1 for _ in members)
-            self._kept.keep(owner, layer, rows.positions[start:stop], x[start:stop])
-            start = stop
+        runs = [(owner, sum(1 for _ in members)) for owner, members in groupby(owners)]
+        counts = [count for _, count in runs]
+        for (owner, _), positions, states in zip(runs, rows.positions.split(counts), x.split(counts), strict=True):
+            self._kept.keep(owner, layer, positions, states)
 
 
 def abandon(layer: int, x: Tensor, rows: Rows, owners: Iterable[str]) -> None:
