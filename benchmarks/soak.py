@@ -21,10 +21,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -181,21 +180,11 @@ def _engine_config(source: random.Random) -> EngineConfig:
         max_tokens_per_iteration=48,
         max_waiting=40,
         max_model_len=256,
-        **_drawn(
-            EngineConfig,
-            source,
-            group_by_depth=(False, True),
-            deep_quorum=(0.0, 0.5, 1.0),
-            max_parked_iterations=(1, 8),
-            quantization=("none", "int8"),
-        ),
+        group_by_depth=source.choice((False, True)),
+        deep_quorum=source.choice((0.0, 0.5, 1.0)),
+        max_parked_iterations=source.choice((1, 8)),
+        quantization=source.choice(("none", "int8")),
     )
-
-
-def _drawn(settings: type[Any], source: random.Random, **choices: Sequence[Any]) -> dict[str, Any]:
-    """One of the choices for each field that the settings have."""
-    known = {field.name for field in dataclasses.fields(settings)}
-    return {name: source.choice(values) for name, values in choices.items() if name in known}
 
 
 def _request(engine: Engine, source: random.Random, request_id: str) -> Request:
@@ -232,19 +221,16 @@ def _exits(engine: Engine, source: random.Random) -> ExitOptions:
         return ExitOptions("full")
     if policy == "static":
         return ExitOptions("static", static_layer=source.choice(layers))
-    thresholds = {layer: source.choice((-1.0, 0.2, 0.5, 0.9)) for layer in layers}
     shortlist = source.choice((None, tuple(range(0, engine.checkpoint.config.vocab_size, 3))))
-    rules = _drawn(
-        ExitPolicy,
-        source,
-        measure=("margin", "margin", "max_probability", "entropy", "cosine"),
-        min_layer=(0, 0, layers[-1]),
-        decay=(None, None, 4.0),
-        shortlist_only=(False, shortlist is not None),
+    rule = ExitPolicy(
+        measure=source.choice(("margin", "margin", "max_probability", "entropy", "cosine")),
+        thresholds={layer: source.choice((-1.0, 0.2, 0.5, 0.9)) for layer in layers},
+        min_layer=source.choice((0, 0, layers[-1])),
+        decay=source.choice((None, None, 4.0)),
+        shortlist=shortlist,
+        shortlist_only=source.choice((False, shortlist is not None)),
     )
-    return ExitOptions(
-        policy, ExitPolicy(thresholds=thresholds, shortlist=shortlist, **rules), max_pending=source.choice((1, 3, 8))
-    )
+    return ExitOptions(policy, rule, max_pending=source.choice((1, 3, 8)))
 
 
 def _differences(engine: Engine, sample: list[Answer]) -> list[str]:

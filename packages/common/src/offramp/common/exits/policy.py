@@ -58,7 +58,6 @@ class ExitPolicy:
             raise OfframpError(f"a shortlist of {len(self.shortlist)} tokens is too short; it needs at least 2.")
         if self.shortlist is not None and len(set(self.shortlist)) < len(self.shortlist):
             raise OfframpError("the shortlist names a token twice, which no margin can tell apart; name each once.")
-
         if not isinstance(self.shortlist_only, bool):
             raise OfframpError(f"shortlist_only {self.shortlist_only!r} must be true or false.")
         if self.shortlist_only and self.shortlist is None:
@@ -89,8 +88,8 @@ class ExitPolicy:
         known = set(exit_layers)
         if wrong := sorted(set(self.thresholds) - known):
             raise OfframpError(f"thresholds name layers {wrong}, but the model has exits at {sorted(known)}.")
-        if vocab_size is not None:
-            for token in self.shortlist or ():
+        if vocab_size is not None and self.shortlist:
+            for token in (min(self.shortlist), max(self.shortlist)):  # of thousands, and asked for every request
                 if not 0 <= token < vocab_size:
                     raise OfframpError(f"the shortlist names token {token}, outside the vocabulary of {vocab_size}.")
 
