@@ -27,10 +27,11 @@ EXITS = (1, 2, 3)
 MODELS = [
     Checkpoint(tiny_model(ExitConfig(EXITS, "norm"), seed=3), {}),
     Checkpoint(tiny_model(ExitConfig(EXITS, "block"), seed=3, model_type="mistral", sliding_window=6), {}),
+    Checkpoint(tiny_model(ExitConfig(EXITS, "adapter", tied=False, adapter_dim=5), 3, model_type="qwen3"), {}),
 ]
 TOKENIZER = tiny_tokenizer()
 MAX_MODEL_LEN = 64
-NUM_MIXES = 12
+NUM_MIXES = 16
 
 
 def make_request(name: str, rng: random.Random) -> Request:
@@ -68,19 +69,22 @@ def make_depth(rng: random.Random) -> ExitOptions:
         return ExitOptions("full")
     if kv_policy == "static":
         return ExitOptions("static", static_layer=rng.choice(EXITS))
+    shortlist = rng.choice([None, tuple(range(0, 300, 2))])
     policy = ExitPolicy(
         rng.choice(["margin", "max_probability", "entropy", "cosine"]),
         {layer: rng.choice([-2.0, 0.1, 0.3, 0.9, 1.0]) for layer in EXITS if rng.random() < 0.8},
         min_layer=rng.randrange(3),
         decay=rng.choice([None, None, 2.0]),
-        shortlist=rng.choice([None, tuple(range(0, 300, 2))]),
+        shortlist=shortlist,
+        shortlist_only=shortlist is not None and rng.random() < 0.5,
     )
     return ExitOptions(kv_policy, policy, max_pending=rng.choice([1, 3, 8]))
 
 
 def make_config(rng: random.Random) -> EngineConfig:
     block_size, max_num_seqs = rng.choice([1, 4, 5]), rng.randrange(1, 7)
-    sync_policy: SyncPolicy = rng.choice(["regroup", "regroup", "all", "quantile"])
+    quorum = rng.choice([0.0, 0.3, 0.5, 1.0])
+    sync_policy: SyncPolicy = "regroup" if quorum else rng.choice(["regroup", "all", "quantile"])
     return EngineConfig(
         block_size=block_size,
         num_blocks=-(-MAX_MODEL_LEN // block_size) + rng.randrange(20),
@@ -89,9 +93,14 @@ def make_config(rng: random.Random) -> EngineConfig:
         max_model_len=MAX_MODEL_LEN,
         sync_policy=sync_policy,
         quantile=1 - rng.random(),
-        split_rule=rng.choice(["always", "always", "cost"]) if sync_policy == "regroup" else "always",
+        split_rule=rng.choice(["always", "cost"]) if sync_policy == "regroup" and not quorum else "always",
+        deep_quorum=quorum,
+        max_parked_iterations=rng.choice([1, 2, 8]),
         prefix_caching=rng.random() < 0.7,
         group_by_depth=rng.random() < 0.3,
+        kernels=rng.choice(["auto", "auto", "auto", "plain"]),
+        dtype=rng.choice(["fp32", "fp32", "bf16"]),
+        quantization=rng.choice(["none", "none", "int8"]),
     )
 
 
@@ -123,7 +132,8 @@ def run_mix(number: int) -> int:
             break
         engine.step()
     assert not engine.has_unfinished, f"mix {number} does not end"
-    assert (engine.num_free_blocks, engine.num_kept_tokens) == (config.num_blocks, 0), number
+    left = (engine.num_free_blocks, engine.num_kept_tokens, engine.num_parked_rows)
+    assert left == (config.num_blocks, 0, 0), number
     finished = [request for request in requests if request.finish_reason != "cancelled"]
     for request in finished:
         assert request.error is None, (number, request)
@@ -132,7 +142,8 @@ def run_mix(number: int) -> int:
     is_own = config.sync_policy == "regroup" and config.split_rule == "always" and engine.kernels == "native"
     if not is_own:
         return 0
-    alone = Engine(checkpoint, replace(config, num_blocks=200, prefix_caching=False), TOKENIZER, poison_cache=True)
+    settings = replace(config, num_blocks=200, prefix_caching=False, deep_quorum=0.0)
+    alone = Engine(checkpoint, settings, TOKENIZER, poison_cache=True)
     for request in finished:
         again = make_request("again", random.Random(1000 * number + int(request.request_id)))
         alone.add_request(again)
