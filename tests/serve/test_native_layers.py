@@ -17,6 +17,7 @@ from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve.kv_cache.storage import KVStorage
+from offramp.serve.model import packed
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.rows import RowContext, Rows
 
@@ -377,3 +378,16 @@ def test_rows_that_lie_nowhere_are_refused() -> None:
         run(rows, states[0][:19])
     with pytest.raises(RuntimeError, match="layers 2 to 5 are not among the 4"):
         side.packed.run_layers(states[0], rows, side.cache, 2, 5)
+
+
+@torch.inference_mode()
+def test_rows_that_are_filled_in_slices_are_filled_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(ExitConfig((1, 2), "norm"))
+    states = draw_states(LENGTHS, model.config.hidden_size)
+    whole, sliced = (Side(model, "native", states) for _ in range(2))
+    spans = [(1, 2, 5), (2, 0, 30), (3, 3, 47)]
+    x = torch.cat([states[sequence][start:stop] for sequence, start, stop in spans])
+    whole.packed.fill(1, x, whole.rows(spans), whole.cache)
+    monkeypatch.setattr(packed, "FILL_SLICE", 9)
+    sliced.packed.fill(1, x, sliced.rows(spans), sliced.cache)
+    assert torch.equal(whole.cache.data.nan_to_num(7.0), sliced.cache.data.nan_to_num(7.0))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,9 @@ from offramp.serve.model.linear import ChosenKernels, PackedLinear, choose_kerne
 from offramp.serve.model.native import native_library
 from offramp.serve.model.rows import RowContext, Rows
 from offramp.serve.model.unembedding import Unembedding
+
+FILL_SLICE = 512
+"""Most rows filled at once: their keys and values of all layers are in memory twice."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,13 @@ class PackedModel:
     def fill(self, layer: int, x: Tensor, rows: Rows, cache: KVStorage) -> None:
         """Write keys and values of all cache layers after exit `layer` from the states [N, D] that left there."""
         assert self._fill is not None, "there are no early exits"
-        self._fill.write(self.exits[layer].next_cache_layer, x, rows, cache)
+        first = self.exits[layer].next_cache_layer
+        if len(x) <= FILL_SLICE:
+            self._fill.write(first, x, rows, cache)
+            return
+        for start in range(0, len(x), FILL_SLICE):
+            places = np.arange(start, min(start + FILL_SLICE, len(x)))
+            self._fill.write(first, x[start : start + FILL_SLICE], rows.select(places), cache)
 
     def _linear(self, weight: Tensor) -> PackedLinear:
         return PackedLinear(weight, kernels=self.kernels, int8_for=self._int8_for)
