@@ -56,7 +56,8 @@ def test_times_of_a_request() -> None:
 def test_the_engine_records_its_iterations_and_gives_each_request_its_times() -> None:
     engine = make_engine(tiny_model(ExitConfig((1,), "norm")), num_blocks=8, kernels="plain")
     leave = ExitPolicy("cosine", {1: -2.0})
-    kinds = (ExitOptions("full"), ExitOptions("fill", leave), ExitOptions("recompute", leave, max_pending=2))
+    sometimes = ExitPolicy("cosine", {1: 0.45})  # what left is filled in when the next token goes past
+    kinds = (ExitOptions("full"), ExitOptions("fill", sometimes), ExitOptions("recompute", leave, max_pending=2))
     sampling = SamplingParams(max_tokens=10, temperature=0)
     requests = [Request(str(index), (5, 6, 7, 8, 9), sampling, kind) for index, kind in enumerate(kinds)]
     for request in requests:
