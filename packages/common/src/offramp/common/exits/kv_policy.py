@@ -7,7 +7,7 @@ from typing import Literal
 KVPolicy = Literal["full", "fill", "recompute", "verify", "static"]
 """Where the keys and values of skipped layers come from.
 
-`full`: nothing is skipped, no token leaves early. `fill`: the skipped layers make them at once from the state at the
+`full`: nothing is skipped, no token leaves early. `fill`: the skipped layers make them from the state at the
 exit (saturated KV; CALM, section 3.2; approximate). `recompute`: a later pass that goes deeper carries the tokens along
 from the layer where they stopped, so the cache ends up exact (EE-LLM, section 4). `verify`: as `recompute`, and the
 full model judges every early token before it is handed out, so the answer is the full model's. `static`: every

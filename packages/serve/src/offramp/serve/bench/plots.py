@@ -168,7 +168,7 @@ class _Figure:
             axes.set_ylim(0, 1.15 * max(bottom + max(size, 0.0) for _, bottom, size, _ in bars))
             realised, ideal = gap.full_depth_us / gap.realised_us, gap.full_depth_us / gap.by_layers_us
             axes.set_title(
-                f"{self._who(one, of_workload=False)}; {self._load(one.workload)}\n"
+                f"{self._who(one, of_workload=False)}\n{self._load(one.workload)}\n"
                 f"x{realised:.2f}, by layers x{ideal:.2f}",
                 fontsize=7,
             )
