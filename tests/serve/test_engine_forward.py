@@ -18,6 +18,7 @@ from offramp.serve.execution.sync_policy import LeaveIfItPays, LeaveTogether, Pa
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.rows import build_rows
+from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.request.request import Request
 from offramp.serve.request.sampling_params import SamplingParams
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
@@ -126,9 +127,9 @@ def prompt_logits(
     executor = Executor(packed, cache, MAX_MODEL_LEN, EngineConfig())
     start = 0
     for count in chunks[:-1]:
-        assert executor.run([scheduled(prompt, start, count)], [None], [True]) == []
+        assert executor.run([scheduled(prompt, start, count)], [None], [LogitsUse.CHOICE]) == []
         start += count
-    (departure,) = executor.run([scheduled(prompt, start)], [None], [True])
+    (departure,) = executor.run([scheduled(prompt, start)], [None], [LogitsUse.CHOICE])
     assert departure.logits is not None
     return departure.logits[0]
 

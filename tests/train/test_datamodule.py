@@ -49,7 +49,7 @@ def make(tokenizer_path: str, tmp_path: Path) -> MakeData:
 
 def as_rank(data: TextDataModule, rank: int, num_replicas: int) -> TextDataModule:
     kwargs = {"num_replicas": num_replicas, "rank": rank}
-    data.trainer = SimpleNamespace(distributed_sampler_kwargs=kwargs, training=False)  # pyright: ignore[reportAttributeAccessIssue]
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs=kwargs, training=False, lightning_module=None)  # pyright: ignore[reportAttributeAccessIssue]
     return data
 
 
