@@ -32,7 +32,7 @@ from offramp.serve.execution.departures import Departure, unembed
 from offramp.serve.execution.exit_test import RequestExits, Scored
 from offramp.serve.execution.iteration import Iteration
 from offramp.serve.execution.kept_tokens import KeptGroup, KeptTokens
-from offramp.serve.execution.kv_policy import bound_layers, carries_on, keeps, leave_rules
+from offramp.serve.execution.kv_policy import bound_layers, carries_on, leave_rules
 from offramp.serve.execution.parked import ParkedRows, Parking
 from offramp.serve.execution.sweep import Arrival, LeftRows, Mask, Places, Sweep
 from offramp.serve.execution.sync_policy import PassTimes, leave_alone, sync_rule
@@ -284,18 +284,21 @@ class Executor:
     def _take_kept(self, iteration: Iteration, sweep: Sweep) -> None:
         """What is kept here of sequences that go past: carry it on, or fill in what lies above."""
         inside = set(sweep.items.tolist())
-        groups: list[tuple[int, KeptGroup]] = []
+        carried: list[Arrival] = []
+        filled: list[tuple[int, KeptGroup]] = []
         for item in iteration.keeping:
             group = self._kept.take(iteration.owner(item), sweep.depth) if item in inside else None
-            if group is not None:
-                groups.append((item, group))
-        carried = [(item, group) for item, group in groups if iteration.kv_policies[item] != "fill"]
-        if len(carried) < len(groups):
-            self._fill(sweep, [(item, group) for item, group in groups if iteration.kv_policies[item] == "fill"])
+            if group is None:
+                continue
+            if iteration.kv_policies[item] == "fill":
+                filled.append((item, group))
+            else:
+                carried.append(Arrival(item, group.positions, group.states, predicts=False))
+        if filled:
+            self._fill(sweep, filled)
         if carried:
-            self.trace.pending_rows += sum(len(group.positions) for _, group in carried)
-            arrivals = [Arrival(item, group.positions, group.states, predicts=False) for item, group in carried]
-            sweep.admit(arrivals, self._num_layers)
+            self.trace.pending_rows += sum(len(arrival.positions) for arrival in carried)
+            sweep.admit(carried, self._num_layers)
 
     def _fill(self, sweep: Sweep, groups: Sequence[tuple[int, KeptGroup]]) -> None:
         """Make keys and values of kept tokens for every layer above (saturated KV; CALM, section 3.2).
@@ -366,18 +369,16 @@ class Executor:
         for left in vetoed:
             self.trace.vetoed_rows += len(left.items)
             iteration.exits.sure[left.items] = False
-            for place, item in zip(left.places.tolist(), left.items.tolist(), strict=True):
-                request = iteration.scheduled[item].request
-                x, positions = left.x[place : place + 1], left.positions[place : place + 1]
-                if keeps(request):
-                    group = self._kept.take(request.request_id, left.exit_layer)
-                    assert group is not None
-                    if carries_on(request):
-                        # What it had taken along was put away with it, and what waits here joins now that it goes past.
-                        x, positions = group.states, group.positions
-                    elif len(group.positions) > 1:  # those before it did leave
-                        self._kept.keep(request.request_id, left.exit_layer, group.positions[:-1], group.states[:-1])
-                arrivals.setdefault(left.exit_layer, []).append(Arrival(item, positions, x, predicts=True))
+            for item in left.items.tolist():
+                # Whoever may leave early is kept where it left, and with it what it had taken along.
+                request, layer = iteration.scheduled[item].request, left.exit_layer
+                group = self._kept.take(request.request_id, layer)
+                assert group is not None
+                if not carries_on(request):  # `fill`: those before it did leave
+                    if len(group.positions) > 1:
+                        self._kept.keep(request.request_id, layer, group.positions[:-1], group.states[:-1])
+                    group = KeptGroup(group.positions[-1:], group.states[-1:])
+                arrivals.setdefault(layer, []).append(Arrival(item, group.positions, group.states, predicts=True))
         sweep.keep(np.empty(0, dtype=np.intp))
         sweep.previous = sweep.x
         resumed = Sweep(sweep.x, sweep.x, sweep.rows, sweep.items, sweep.predicts, sweep.bound, arrivals=arrivals)

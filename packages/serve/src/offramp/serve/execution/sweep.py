@@ -28,9 +28,6 @@ class LeftRows:
         items: [n] whose.
         exit_layer: where.
         state: [n, D] what the exit's unembedding reads.
-        places: [n] which of the rows that were inside.
-        x: states after the exit layer of all rows that were inside.
-        positions: of these.
         head: best tokens [n], where known already.
         logits: [n, V], where known already.
     """
@@ -38,9 +35,6 @@ class LeftRows:
     items: Places
     exit_layer: int
     state: Tensor
-    places: Places
-    x: Tensor
-    positions: Tensor
     head: HeadOutput | None = None
     logits: Tensor | None = None
 
@@ -55,9 +49,6 @@ class LeftRows:
             self.items[wanted],
             self.exit_layer,
             self.state.index_select(0, index),
-            self.places[wanted],
-            self.x,
-            self.positions,
             None if self.head is None else self.head.select(index),
             None if self.logits is None else self.logits.index_select(0, index),
         )
@@ -137,8 +128,7 @@ class Sweep:
         logits: Tensor | None = None,
     ) -> None:
         """Note that the rows at `places` predict a token here; the arguments are those of `LeftRows`."""
-        items, positions = self.items[places], self.rows.positions
-        self.left.append(LeftRows(items, layer, state, places, self.x, positions, head, logits))
+        self.left.append(LeftRows(self.items[places], layer, state, head, logits))
 
     def keep(self, places: Places) -> None:
         """Only these rows go on."""

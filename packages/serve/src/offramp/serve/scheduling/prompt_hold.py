@@ -3,8 +3,8 @@
 The rows of a prompt run all layers, so an iteration with a prompt is a deep pass for everybody. If answers are short,
 nearly every iteration would have one, and no row would ever be parked for long. So prompts start together with a deep
 pass that is coming anyway: when they, the parked rows, and as many more as were parked in the last iteration make the
-quorum. They wait for at most as many iterations as a parked row does, and not at all while decoding takes one deep pass
-after the other: then nothing is being put off.
+quorum. They wait for at most as many iterations as a parked row does, and not at all while nobody is being parked: then
+no pass is coming that is worth waiting for.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Collection
 
 from offramp.serve.scheduling.sequence import SequenceState
 
-_DEEP_IN_A_ROW = 2
-"""Deep passes without a prompt, one after the other, that show that none is being put off."""
+_UNPARKED_IN_A_ROW = 2
+"""Iterations without a parked row, one after the other, that show that nobody is being parked."""
 
 
 class PromptHold:
@@ -31,18 +31,18 @@ class PromptHold:
         self._parked: frozenset[str] = frozenset()
         self._num_newly_parked = 0
         self._num_held = 0
-        self._num_deep = 0
+        self._num_unparked = _UNPARKED_IN_A_ROW
 
-    def update(self, parked: Collection[str], *, is_deep: bool, has_prompts: bool = False) -> None:
+    def update(self, parked: Collection[str], *, has_prompts: bool) -> None:
         """An iteration has ended.
 
         Args:
             parked: requests whose newest rows are parked.
-            is_deep: whether rows that decode ran all layers.
-            has_prompts: whether it had rows of prompts, which make any pass a deep one.
+            has_prompts: whether it had rows of prompts; nobody is parked then, which shows nothing.
         """
-        self._num_deep = self._num_deep + 1 if is_deep and not has_prompts else 0
         names = frozenset(parked)
+        if not has_prompts:
+            self._num_unparked = 0 if names else self._num_unparked + 1
         self._num_newly_parked = len(names - self._parked)
         self._parked = names
 
@@ -58,11 +58,9 @@ class PromptHold:
         return holds
 
     def _is_early(self, num_startable: int, running: Collection[SequenceState]) -> bool:
-        if not running or self._num_held >= self._max_iterations or self._num_deep >= _DEEP_IN_A_ROW:
+        if not running or self._num_held >= self._max_iterations or self._num_unparked >= _UNPARKED_IN_A_ROW:
             return False
         if any(sequence.request.runs_full_depth or not sequence.decodes for sequence in running):
             return False  # this iteration is a deep pass
-        if all(sequence.request.exits.static_layer is not None for sequence in running):
-            return False  # nobody who runs is ever parked, so no deep pass is coming
         num_parked = sum(sequence.request.request_id in self._parked for sequence in running)
         return num_startable + num_parked + self._num_newly_parked < self._quorum * len(running)

@@ -196,7 +196,7 @@ class Scheduler:
         self._in_flight = None
         advanced: list[Request] = []
         parked: list[str] = []
-        is_deep = has_prompts = False
+        has_prompts = False
         for item in output.scheduled:
             request = item.request
             has_prompts |= item.phase is Phase.PREFILL
@@ -207,16 +207,14 @@ class Scheduler:
                 parked.append(request.request_id)
                 continue
             result = results[request.request_id] if item.samples else results.get(request.request_id)
-            result = result or IterationResult()
-            is_deep |= any(token.exit_layer == self._num_layers for token in result.tokens)
-            status = advance(sequence, item, result, self._num_layers, text_stops)
+            status = advance(sequence, item, result or IterationResult(), self._num_layers, text_stops)
             if not request.status.is_finished:  # `text_stops` may fail it
                 self._tables.share_exact(sequence)
                 if status.is_finished:
                     self._end(request.request_id, status)
             if item.samples or request.status.is_finished:
                 advanced.append(request)
-        self._hold.update(parked, is_deep=is_deep, has_prompts=has_prompts)
+        self._hold.update(parked, has_prompts=has_prompts)
         return advanced
 
     def _admit(self) -> None:
