@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from benchmarks.e2e.quality import Scores, ratio, ratio_interval, rouge_l
-
+from offramp.serve.bench.quality import ratio_of_means, rouge_l
 from offramp.serve.engine import Engine
 from offramp.serve.offline import Completion, generate
 from offramp.serve.request.exit_options import ExitOptions
@@ -28,7 +28,7 @@ class Outcome:
 
     name: str
     completions: list[Completion]
-    scores: Scores
+    scores: list[float]
 
     @property
     def shares(self) -> dict[int, float]:
@@ -48,15 +48,15 @@ class Outcome:
 
     def ratio(self, full: Outcome) -> float:
         """ROUGE-L as a share of that of `full`."""
-        return ratio(self.scores, full.scores)
+        return ratio_of_means(self.scores, full.scores)[0]
 
     def row(self, full: Outcome) -> dict[str, Any]:
         """A line of the table."""
-        low, high = ratio_interval(self.scores, full.scores)
+        ratio, low, high = ratio_of_means(self.scores, full.scores)
         return {
             "name": self.name,
-            "rouge_l": round(float(self.scores.mean()), 4),
-            "ratio": round(self.ratio(full), 4),
+            "rouge_l": round(fmean(self.scores), 4),
+            "ratio": round(ratio, 4),
             "ratio_low": round(low, 4),
             "ratio_high": round(high, 4),
             "identical": round(self.identical(full), 4),

@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from benchmarks.e2e import calibrate as calibration
 from benchmarks.e2e.data import prompt_for, read_rows, write_data
@@ -15,7 +14,6 @@ from benchmarks.e2e.distil import own_texts
 from benchmarks.e2e.evaluate import draw_curve, evaluate, write_table
 from benchmarks.e2e.meaning import known_values, parse, render, synthetic_mrs
 from benchmarks.e2e.outcome import outcome
-from benchmarks.e2e.quality import ratio, ratio_interval, rouge_l
 
 from helpers.tiny import tiny_checkpoint
 from offramp.common.exits.config import ExitConfig
@@ -67,16 +65,6 @@ def test_no_meaning_is_in_two_files(tmp_path: Path) -> None:
     assert len(set.union(*prompts)) == sum(map(len, prompts))
     assert rows["train"][0]["completion"] == " text 0 of it"
     assert rows["test"][0]["references"] == ["text 0 of it", "text 1 of it", "text 2 of it"]
-
-
-def test_rouge_takes_the_best_reference_and_the_interval_surrounds_the_ratio() -> None:
-    scores = rouge_l(["a b c", "x"], [["z", "a b d"], ["y"]])
-    assert scores.tolist() == pytest.approx([2 / 3, 0.0])
-    full = np.random.default_rng(0).uniform(0.4, 0.8, 200)
-    ours = full * 0.9
-    ours[::2] = full[::2]
-    low, high = ratio_interval(ours, full)
-    assert 0.9 < low < ratio(ours, full) < high < 1.0
 
 
 @pytest.fixture(scope="module")

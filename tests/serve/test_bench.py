@@ -115,19 +115,19 @@ def _measured(variant: Variant, depth: int, runs: Sequence[tuple[int, int, int, 
     return one
 
 
-def test_the_ideal_speedup_leaves_only_the_layers() -> None:
+def test_the_ideal_speedup_leaves_only_layers_and_head() -> None:
     base = _measured(Variant(), 4, [(0, 4, 2, 16.0)], head=4.0)
     early = _measured(Variant(kv_policy="fill"), 1, [(0, 1, 2, 6.0)], head=5.0, fill=1.0)
     early.full_depth = base
-    early.rates, base.rates = [3.0, 8.0], [2.0, 4.0]
+    early.rates, base.rates = [3.0, None, 8.0], [2.0, 1.0, 4.0]  # the second had no window
     assert early.ideal is not None
     assert early.proportional is not None
     assert early.realised is not None
     assert early.decode_speedup is not None
-    assert early.ideal.median == pytest.approx(10 / (3 + 2))
+    assert early.ideal.median == pytest.approx(10 / (3 + 2.5))
     assert early.proportional.median == pytest.approx(10 / (2 + 2))
     assert early.decode_speedup.median == pytest.approx(10 / 6)
-    assert early.realised.median == pytest.approx((10 / 6) / (10 / 5))
+    assert early.realised.median == pytest.approx(5.5 / 6)
     assert early.speedup is not None
     assert (early.speedup.median, early.speedup.low, early.speedup.high) == (1.75, 1.5, 2.0)
     assert base.ideal is None
@@ -432,8 +432,8 @@ def test_references_and_what_they_say(tmp_path: Path) -> None:
         read_references(file, tokenizer)
 
     # Longest common subsequence "the sat": precision 2/3, recall 2/4.
-    assert rouge_l("the cat sat", ["the dog here sat"]) == pytest.approx(2 * (2 / 3) * (1 / 2) / (2 / 3 + 1 / 2))
-    assert rouge_l("the cat sat", ["nothing", "The cat sat."]) == 1.0
+    assert rouge_l(["the cat sat"], [["the dog here sat"]]) == [pytest.approx(2 * (2 / 3) * (1 / 2) / (2 / 3 + 1 / 2))]
+    assert rouge_l(["the cat sat", "x"], [["nothing", "The cat sat."], ["y"]]) == [1.0, 0.0]
 
 
 def test_the_ratio_has_an_interval() -> None:

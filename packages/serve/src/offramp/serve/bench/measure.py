@@ -44,9 +44,9 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Spread | None:
-        """The spread of some figures; None if there are none."""
-        found = list(values)
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """The spread of the figures that are known; None if none is."""
+        found = [value for value in values if value is not None]
         return cls(statistics.median(found), min(found), max(found)) if found else None
 
 
@@ -71,7 +71,7 @@ class Measured:
         experiment: which.
         who: the contestant.
         workload: what was asked.
-        rates: tokens per second in the window, of each repetition.
+        rates: tokens per second in the window, of each repetition; None without a window.
         prefill: prompt tokens per second, of each repetition, in a run that ends with the first tokens; empty in a
             closed loop.
         whole: tokens per second from the start to the last token, of each repetition.
@@ -91,7 +91,7 @@ class Measured:
     experiment: str
     who: Identity
     workload: Workload
-    rates: list[float] = field(default_factory=list)
+    rates: list[float | None] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     request_rates: list[float] = field(default_factory=list)
@@ -116,8 +116,8 @@ class Measured:
         if prefill_rate is not None:
             self.prefill.append(prefill_rate)
         self.whole.append(trial.num_tokens / trial.total_s)
+        self.rates.append(trial.rate)
         for figures, figure in (
-            (self.rates, trial.rate),
             (self.request_rates, trial.request_rate),
             (self.in_flight, trial.mean_in_flight),
             (self.first_token_s, statistics.median(trial.first_token_s) if trial.first_token_s else None),
@@ -129,8 +129,7 @@ class Measured:
         records = trial.window_iterations
         self.iterations += records
         decoding = [record for record in records if not record.prefill_rows]
-        if records:
-            self.decoding.append(Totals.of(decoding))
+        self.decoding.append(Totals.of(decoding))
         for record in decoding:
             for run in record.segments:
                 self.segments[run.start, run.stop, run.rows].append(run.seconds)
@@ -198,11 +197,11 @@ class Measured:
     def ideal(self) -> Spread | None:
         """The speed-up of decoding if leaving itself were free, repetition by repetition.
 
-        The layers take what they took in these very runs, on the rows that were there; all the rest (head, sampling,
+        Layers and head take what they took in these very runs, on the rows that were there; all the rest (sampling,
         scheduling) takes what it took at full depth. What the realised speed-up lacks of it went into exit tests,
         fills, regrouping and their bookkeeping.
         """
-        return Spread.of(self._speedup_with(base, _layers_s(mine)) for mine, base in self._pairs())
+        return Spread.of(_ideal_speedup(mine, base) for mine, base in self._pairs())
 
     @property
     def proportional(self) -> Spread | None:
@@ -215,14 +214,15 @@ class Measured:
         def share(mine: Totals, base: Totals) -> float:
             return mine.token_layers / mine.new_tokens / (base.token_layers / base.new_tokens)
 
-        return Spread.of(self._speedup_with(base, share(mine, base) * _layers_s(base)) for mine, base in self._pairs())
+        return Spread.of(
+            _seconds(base) / (_seconds(base) - (1 - share(mine, base)) * _part_s(base, "layers"))
+            for mine, base in self._pairs()
+        )
 
     @property
     def realised(self) -> Spread | None:
         """The share of the ideal speed-up that was reached, repetition by repetition."""
-        return Spread.of(
-            _seconds(base) / _seconds(mine) / self._speedup_with(base, _layers_s(mine)) for mine, base in self._pairs()
-        )
+        return Spread.of(_seconds(base) / _seconds(mine) / _ideal_speedup(mine, base) for mine, base in self._pairs())
 
     @property
     def gap(self) -> Gap | None:
@@ -301,7 +301,10 @@ class Measured:
         return row
 
     def _speedup_over(self, base: Measured | None) -> Spread | None:
-        return None if base is None else Spread.of(a / b for a, b in zip(self.rates, base.rates, strict=False))
+        if base is None:
+            return None
+        pairs = zip(self.rates, base.rates, strict=False)  # one of them may have failed on the way
+        return Spread.of(a / b for a, b in pairs if a is not None and b is not None)
 
     def _pairs(self) -> Iterator[tuple[Totals, Totals]]:
         """Iterations that only decode, mine and at full depth, repetition by repetition."""
@@ -309,11 +312,6 @@ class Measured:
             for mine, base in zip(self.decoding, self.full_depth.decoding, strict=False):
                 if mine.new_tokens and base.new_tokens:
                     yield mine, base
-
-    @staticmethod
-    def _speedup_with(base: Totals, layers_s: float) -> float:
-        """Over `base`, if the layers took `layers_s` seconds per token and all the rest what it took there."""
-        return _seconds(base) / (_seconds(base) - _layers_s(base) + layers_s)
 
 
 def compare(
@@ -387,9 +385,15 @@ def _seconds(totals: Totals) -> float:
     return totals.seconds / totals.new_tokens
 
 
-def _layers_s(totals: Totals) -> float:
-    """Seconds per token in the layers."""
-    return totals.parts["layers"] / totals.new_tokens
+def _part_s(totals: Totals, part: Part) -> float:
+    """Seconds per token in one part."""
+    return totals.parts[part] / totals.new_tokens
+
+
+def _ideal_speedup(mine: Totals, base: Totals) -> float:
+    """See `Measured.ideal`."""
+    saved = sum(_part_s(base, part) - _part_s(mine, part) for part in ("layers", "head"))
+    return _seconds(base) / (_seconds(base) - saved)
 
 
 def _quantile_ms(seconds: Sequence[float], share: float) -> float | None:

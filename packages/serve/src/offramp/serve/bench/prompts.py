@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -65,33 +66,59 @@ class PromptLines:
         return [self._prompts[index % len(self._prompts)][-length:] for index in range(count)]
 
 
+def read_text(path: Path) -> str:
+    """A file as text.
+
+    Raises:
+        OfframpError: it cannot be read as such.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise OfframpError(f"{path} cannot be read as text: {fault}.") from None
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each line is, for messages, and its JSON; None for a line that is none. Blank lines are passed over.
+
+    Raises:
+        OfframpError: the file cannot be read.
+    """
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            yield f"{path}, line {number}", row
+
+
+def encode_at(where: str, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids of the prompt at a place in a file.
+
+    Raises:
+        OfframpError: it cannot be encoded.
+    """
+    try:
+        return encode_text(tokenizer, prompt)
+    except OfframpError as fault:
+        raise OfframpError(f"{where}: {fault}") from None
+
+
 def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     """Prompts from a file: lines of JSON with a `prompt` each (`.jsonl`), or any other file as one text.
 
     Raises:
         OfframpError: the file cannot be read or holds no prompt.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise OfframpError(f"{path} cannot be read as text: {fault}.") from None
     if path.suffix != ".jsonl":
-        return TextStretches(encode_text(tokenizer, text))
+        return TextStretches(encode_text(tokenizer, read_text(path)))
     prompts: list[list[int]] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
+    for where, row in json_lines(path):
         prompt = row.get("prompt") if isinstance(row, dict) else row
         if not isinstance(prompt, str) or not prompt:
-            raise OfframpError(f'{path}, line {number}, is neither a string nor an object with "prompt"; mend it.')
-        try:
-            prompts.append(encode_text(tokenizer, prompt))
-        except OfframpError as fault:
-            raise OfframpError(f"{path}, line {number}: {fault}") from None
+            raise OfframpError(f'{where}, is neither a string nor an object with "prompt"; mend it.')
+        prompts.append(encode_at(where, tokenizer, prompt))
     if not prompts:
         raise OfframpError(f"{path} holds no prompt; give at least one line.")
     return PromptLines(prompts)

@@ -6,7 +6,6 @@ ROUGE-L (Lin 2004): F-measure of the longest common subsequence of words, of the
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from offramp.common.errors import OfframpError
-from offramp.common.tokenizer import encode_text
 from offramp.serve.bench.contestants import Contestant
+from offramp.serve.bench.prompts import encode_at, json_lines
 from offramp.serve.bench.trial import Question
 
 _RESAMPLES = 2000
@@ -90,26 +89,13 @@ def read_references(path: Path, tokenizer: PreTrainedTokenizerBase) -> Reference
     Raises:
         OfframpError: the file cannot be read or holds something else.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise OfframpError(f"{path} cannot be read as text: {fault}.") from None
     found = References([], [])
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
+    for where, row in json_lines(path):
         prompt, texts = (row.get("prompt"), row.get("references")) if isinstance(row, dict) else (None, None)
         good: list[Any] = [texts] if isinstance(texts, str) else texts if isinstance(texts, list) else []
         if not isinstance(prompt, str) or not prompt or not good or not all(isinstance(text, str) for text in good):
-            raise OfframpError(f'{path}, line {number}, is no object with "prompt" and "references"; mend it.')
-        try:
-            found.prompts.append(encode_text(tokenizer, prompt))
-        except OfframpError as fault:
-            raise OfframpError(f"{path}, line {number}: {fault}") from None
+            raise OfframpError(f'{where}, is no object with "prompt" and "references"; mend it.')
+        found.prompts.append(encode_at(where, tokenizer, prompt))
         found.texts.append(good)
     if not found.prompts:
         raise OfframpError(f"{path} holds no references; give at least one line.")
@@ -122,12 +108,12 @@ def check_installed() -> None:
         raise OfframpError('quality needs rouge-score; pip install "offramp-serve[bench]", or leave --references out.')
 
 
-def rouge_l(answer: str, references: Sequence[str]) -> float:
-    """ROUGE-L of an answer by its best reference."""
-    from rouge_score import rouge_scorer
+def rouge_l(texts: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
+    """ROUGE-L of each text by its best reference, from 0 to 1."""
+    from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = rouge_scorer.RougeScorer(["rougeL"])
-    return max(scorer.score(reference, answer)["rougeL"].fmeasure for reference in references)
+    scorer = RougeScorer(["rougeL"])
+    return [scorer.score_multi(good, text)["rougeL"].fmeasure for text, good in zip(texts, references, strict=True)]
 
 
 def answers(contestant: Contestant, references: References, batch: int, new_tokens: int) -> Answers:
@@ -138,7 +124,7 @@ def answers(contestant: Contestant, references: References, batch: int, new_toke
     """
     in_flight = min(batch, len(references.prompts))
     trial = contestant.run(Question(references.prompts, new_tokens, in_flight, until_eos=True))
-    scores = [rouge_l(text, good) for text, good in zip(trial.texts, references.texts, strict=True)]
+    scores = rouge_l(trial.texts, references.texts)
     return Answers(list(trial.texts), scores, Counter(layers for _, layers in trial.exit_layers))
 
 
