@@ -1,113 +1,23 @@
+"""What the service answers, whole and in pieces."""
+
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from helpers.fake_engine import FakeEngine
+from helpers.openai_service import CHAT, COMPLETIONS, Engine, answer, body, card, chat_body, collect, events, refusal
 from helpers.tiny import BOS_ID, IM_START_ID, tiny_tokenizer
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.engine_thread import EngineThread
-from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.replies import Complete, Generation
 from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.request.constraint import Constraint
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.request import Request
-
-COMPLETIONS, CHAT = "v1/completions", "v1/chat/completions"
-
-
-def card(**changes: Any) -> ModelCard:
-    fields: dict[str, Any] = {
-        "name": "m",
-        "version": "1.0",
-        "created": 1,
-        "vocab_size": 300,
-        "num_layers": 4,
-        "exit_layers": (1, 2),
-        "policy": ExitPolicy(thresholds={1: 0.9, 2: 0.8}),
-        "eos_token_ids": frozenset({1, 3}),
-        "max_model_len": 100,
-        "cache_tokens": 80,
-        "run_id": "abc",
-        "config_hash": "def",
-    }
-    return ModelCard(**(fields | changes))
-
-
-class Engine(FakeEngine):
-    """Remembers requests whole."""
-
-    def __init__(self) -> None:
-        super().__init__(delay_s=0.001)
-        self.requests: list[Request] = []
-
-    def add_request(self, request: Request) -> None:
-        self.requests.append(request)
-        super().add_request(request)
-
-
-@pytest.fixture
-def engine() -> Engine:
-    return Engine()
-
-
-@pytest.fixture
-def thread(engine: Engine) -> Iterator[EngineThread]:
-    thread = EngineThread(engine, max_requests=4)
-    yield thread
-    thread.close()
-
-
-@pytest.fixture
-def service(thread: EngineThread) -> OpenAIService:
-    return OpenAIService(thread, tiny_tokenizer(), card())
-
-
-def body(**fields: Any) -> bytes:
-    return json.dumps({"model": "m", **fields}).encode()
-
-
-def chat_body(text: str = "Hi", **fields: Any) -> bytes:
-    return body(messages=[{"role": "user", "content": text}], **fields)
-
-
-def collect(reply: Complete | Generation, max_bytes: int = 1_000_000) -> bytes:
-    assert isinstance(reply, Generation), reply
-    deadline = time.monotonic() + 5
-    answer = b""
-    while True:
-        piece, last = reply.take(max_bytes)
-        assert len(piece) <= max_bytes
-        answer += piece
-        if last:
-            return answer
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def answer(reply: Complete | Generation) -> dict[str, Any]:
-    return json.loads(collect(reply))
-
-
-def events(reply: Complete | Generation) -> list[dict[str, Any]]:
-    lines = collect(reply).decode().split("\n\n")
-    assert lines[-1] == ""
-    assert lines[-2] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-
-
-def refusal(reply: Complete | Generation, status: int) -> dict[str, Any]:
-    assert isinstance(reply, Complete)
-    assert reply.status == status
-    error = json.loads(reply.body)["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    return error
 
 
 def test_choices_of_one_prompt_are_checked_once(thread: EngineThread) -> None:
@@ -356,20 +266,6 @@ def test_what_is_asked_reaches_the_engine(service: OpenAIService, engine: Engine
     assert engine.requests[-1].sampling.constraint == Constraint("json")
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"logit_bias": {"300": 1}}, "logit_bias"),
-        ({"min_tokens": 17}, "min_tokens"),
-        ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens"),
-    ],
-)
-def test_sampling_that_cannot_be_is_400_with_the_name_of_the_field(
-    service: OpenAIService, fields: dict[str, Any], param: str
-) -> None:
-    assert refusal(service.open(COMPLETIONS, body(prompt=[4], **fields), "1"), 400)["param"] == param
-
-
 def test_default_lengths(service: OpenAIService, engine: Engine) -> None:
     collect(service.open(COMPLETIONS, body(prompt=[4]), "1"))
     assert engine.requests[-1].sampling.max_tokens == 16
@@ -398,123 +294,6 @@ def test_models_and_health(service: OpenAIService, thread: EngineThread, engine:
     assert health.status == 200
 
 
-@pytest.mark.parametrize("path", ["", "v1", "v1/embeddings", "v1/completions/x", "../v1/completions"])
-def test_unknown_endpoints_are_404(service: OpenAIService, path: str) -> None:
-    assert COMPLETIONS in refusal(service.open(path, b"{}", "1"), 404)["message"]
-
-
-def test_an_unknown_model_is_404_and_names_what_is_served(service: OpenAIService) -> None:
-    error = refusal(service.open(COMPLETIONS, json.dumps({"model": "gpt", "prompt": "a"}).encode(), "1"), 404)
-    assert error["code"] == "model_not_found"
-    assert "'m'" in error["message"]
-
-
-@pytest.mark.parametrize(
-    "payload",
-    [
-        b"",
-        b"{",
-        b"\xff\xfe{}",
-        b'{"model": "m", "prompt": "\\ud800"}',
-        b'{"model": "m", "prompt": [1], "\\udfff": 1}',
-        b'{"model": "m", "prompt": "a", "temperature": NaN}',
-        b'{"model": "m", "prompt": "a", "temperature": 1e999}',
-        b"[" * 100_000,
-        b'"text"',
-        b'{"model": "m", "prompt": ' + b"9" * 5000 + b"}",
-    ],
-)
-def test_malformed_bodies_are_400(service: OpenAIService, payload: bytes) -> None:
-    refusal(service.open(COMPLETIONS, payload, "1"), 400)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        b'"max_tokens":' + b"1" * 5000,
-        b'"temperature":' + b"1" * 5000,
-        b'"logit_bias":{"' + b"1" * 5000 + b'":1}',
-        b'"offramp":{"thresholds":{"' + b"1" * 5000 + b'":1}}',
-        b'"seed":-' + b"1" * 51,
-        b'"seed":' + b"1" * 50,
-    ],
-)
-def test_numbers_of_thousands_of_digits_are_400_in_few_words(service: OpenAIService, fields: bytes) -> None:
-    error = refusal(service.open(COMPLETIONS, b'{"model":"m","prompt":[4],' + fields + b"}", "1"), 400)
-    assert len(error["message"]) < 300
-    assert "sys." not in error["message"]
-
-
-def test_a_prompt_longer_than_the_context_names_both_lengths(service: OpenAIService) -> None:
-    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 101), "1"), 400)
-    assert error["code"] == "context_length_exceeded"
-    assert "100 tokens" in error["message"]
-    assert "101 tokens" in error["message"]
-    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 10, max_tokens=91), "1"), 400)
-    assert "101 together" in error["message"]
-    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 100), "1"), 400)
-    assert "100 tokens, which leaves none for an answer" in error["message"]
-    assert refusal(service.open(CHAT, chat_body("x" * 500), "1"), 400)["param"] == "messages"
-
-
-def test_a_request_that_can_never_fit_the_cache_is_400(service: OpenAIService) -> None:
-    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 10, max_tokens=75), "1"), 400)
-    assert "KV cache holds 80 tokens" in error["message"]
-
-
-@pytest.mark.parametrize("prompt", ["", [[]], [300], [-1], [[4], [2**40]]])
-def test_prompts_that_are_no_tokens_are_400(service: OpenAIService, prompt: object) -> None:
-    assert refusal(service.open(COMPLETIONS, body(prompt=prompt), "1"), 400)["param"].startswith("prompt")
-
-
-def test_a_full_queue_is_429_and_says_when_to_come_back(service: OpenAIService) -> None:
-    reply = service.open(COMPLETIONS, body(prompt=[[4]] * 4, max_tokens=70), "1")
-    refused = service.open(COMPLETIONS, body(prompt=[4]), "2")
-    assert refusal(refused, 429)["code"] == "queue_full"
-    assert isinstance(refused, Complete)
-    assert refused.headers == {"Retry-After": "1"}
-    assert isinstance(reply, Generation)
-    service.abandon(reply)
-    assert isinstance(service.open(COMPLETIONS, body(prompt=[4], max_tokens=1), "3"), Generation)
-
-
-def test_more_choices_than_can_ever_run_are_400(service: OpenAIService) -> None:
-    assert "5 prompts" in refusal(service.open(COMPLETIONS, body(prompt=[[4]] * 5), "1"), 400)["message"]
-    error = refusal(service.open(CHAT, chat_body(n=5, max_tokens=1), "1"), 400)
-    assert (error["param"], "5 requests" in error["message"]) == ("n", True)
-
-
-def test_without_a_chat_template_chat_is_400_and_completions_work(thread: EngineThread) -> None:
-    service = OpenAIService(thread, tiny_tokenizer(chat_template=False), card())
-    assert "chat_template.jinja" in refusal(service.open(CHAT, chat_body(), "1"), 400)["message"]
-    assert answer(service.open(COMPLETIONS, body(prompt="a", max_tokens=1), "2"))["choices"][0]["text"] == " 0"
-
-
-def test_a_template_that_refuses_is_400_with_its_own_message(thread: EngineThread) -> None:
-    import copy
-
-    tokenizer = copy.deepcopy(tiny_tokenizer())
-    tokenizer.chat_template = "{{ raise_exception('Conversation roles must alternate') }}"
-    service = OpenAIService(thread, tokenizer, card())
-    assert "roles must alternate" in refusal(service.open(CHAT, chat_body(), "1"), 400)["message"]
-
-
-def test_when_the_engine_has_died_requests_fail_with_the_cause(
-    service: OpenAIService, engine: Engine, thread: EngineThread
-) -> None:
-    def explode() -> None:
-        raise ValueError("out of blocks")
-
-    stream = service.open(COMPLETIONS, body(prompt=[4], max_tokens=70, stream=True), "1")
-    engine.on_step = explode
-    assert "out of blocks" in events(stream)[-1]["error"]["message"]
-    assert isinstance(stream, Generation)
-    assert stream.error is not None
-    assert stream.error.status == 503
-    assert "out of blocks" in refusal(service.open(COMPLETIONS, body(prompt=[4]), "2"), 503)["message"]
-    assert "out of blocks" in refusal(service.open("health", b"", "3"), 503)["message"]
-
-
 @pytest.mark.parametrize(
     ("options", "exits"),
     [
@@ -530,24 +309,6 @@ def test_depth_reaches_the_engine(
 ) -> None:
     collect(service.open(CHAT, chat_body(max_tokens=1, offramp=options), "1"))
     assert engine.requests[-1].exits == exits
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"exit_policy": "full", "threshold": 0.5}, "threshold"),
-        ({"exit_policy": "early", "kv_policy": "full"}, "kv_policy"),
-        ({"kv_policy": "fill", "max_pending": 4}, "max_pending"),
-        ({"kv_policy": "static", "exit_layer": 3}, "exit_layer"),
-        ({"thresholds": {"3": 0.5}}, "thresholds"),
-    ],
-)
-def test_contradictions_about_depth_are_400_with_the_name_of_the_field(
-    service: OpenAIService, options: dict[str, Any], field: str
-) -> None:
-    error = refusal(service.open(COMPLETIONS, body(prompt=[4], offramp=options), "1"), 400)
-    assert error["param"] == f"offramp.{field}"
-    assert field in error["message"]
 
 
 def test_many_threads_may_ask_at_once(service: OpenAIService) -> None:

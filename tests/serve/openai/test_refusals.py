@@ -1,0 +1,163 @@
+"""What the service refuses, and in which words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from helpers.openai_service import CHAT, COMPLETIONS, Engine, answer, body, card, chat_body, events, refusal
+from helpers.tiny import tiny_tokenizer
+from offramp.serve.engine_thread import EngineThread
+from offramp.serve.protocol.replies import Complete, Generation
+from offramp.serve.protocol.service import OpenAIService
+
+
+@pytest.mark.parametrize("path", ["", "v1", "v1/embeddings", "v1/completions/x", "../v1/completions"])
+def test_unknown_endpoints_are_404(service: OpenAIService, path: str) -> None:
+    assert COMPLETIONS in refusal(service.open(path, b"{}", "1"), 404)["message"]
+
+
+def test_an_unknown_model_is_404_and_names_what_is_served(service: OpenAIService) -> None:
+    error = refusal(service.open(COMPLETIONS, json.dumps({"model": "gpt", "prompt": "a"}).encode(), "1"), 404)
+    assert error["code"] == "model_not_found"
+    assert "'m'" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe{}",
+        b'{"model": "m", "prompt": "\\ud800"}',
+        b'{"model": "m", "prompt": [1], "\\udfff": 1}',
+        b'{"model": "m", "prompt": "a", "temperature": NaN}',
+        b'{"model": "m", "prompt": "a", "temperature": 1e999}',
+        b"[" * 100_000,
+        b'"text"',
+        b'{"model": "m", "prompt": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_malformed_bodies_are_400(service: OpenAIService, payload: bytes) -> None:
+    refusal(service.open(COMPLETIONS, payload, "1"), 400)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b'"max_tokens":' + b"1" * 5000,
+        b'"temperature":' + b"1" * 5000,
+        b'"logit_bias":{"' + b"1" * 5000 + b'":1}',
+        b'"offramp":{"thresholds":{"' + b"1" * 5000 + b'":1}}',
+        b'"seed":-' + b"1" * 51,
+        b'"seed":' + b"1" * 50,
+    ],
+)
+def test_numbers_of_thousands_of_digits_are_400_in_few_words(service: OpenAIService, fields: bytes) -> None:
+    error = refusal(service.open(COMPLETIONS, b'{"model":"m","prompt":[4],' + fields + b"}", "1"), 400)
+    assert len(error["message"]) < 300
+    assert "sys." not in error["message"]
+
+
+def test_a_prompt_longer_than_the_context_names_both_lengths(service: OpenAIService) -> None:
+    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 101), "1"), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "100 tokens" in error["message"]
+    assert "101 tokens" in error["message"]
+    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 10, max_tokens=91), "1"), 400)
+    assert "101 together" in error["message"]
+    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 100), "1"), 400)
+    assert "100 tokens, which leaves none for an answer" in error["message"]
+    assert refusal(service.open(CHAT, chat_body("x" * 500), "1"), 400)["param"] == "messages"
+
+
+def test_a_request_that_can_never_fit_the_cache_is_400(service: OpenAIService) -> None:
+    error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 10, max_tokens=75), "1"), 400)
+    assert "KV cache holds 80 tokens" in error["message"]
+
+
+@pytest.mark.parametrize("prompt", ["", [[]], [300], [-1], [[4], [2**40]]])
+def test_prompts_that_are_no_tokens_are_400(service: OpenAIService, prompt: object) -> None:
+    assert refusal(service.open(COMPLETIONS, body(prompt=prompt), "1"), 400)["param"].startswith("prompt")
+
+
+def test_a_full_queue_is_429_and_says_when_to_come_back(service: OpenAIService) -> None:
+    reply = service.open(COMPLETIONS, body(prompt=[[4]] * 4, max_tokens=70), "1")
+    refused = service.open(COMPLETIONS, body(prompt=[4]), "2")
+    assert refusal(refused, 429)["code"] == "queue_full"
+    assert isinstance(refused, Complete)
+    assert refused.headers == {"Retry-After": "1"}
+    assert isinstance(reply, Generation)
+    service.abandon(reply)
+    assert isinstance(service.open(COMPLETIONS, body(prompt=[4], max_tokens=1), "3"), Generation)
+
+
+def test_more_choices_than_can_ever_run_are_400(service: OpenAIService) -> None:
+    assert "5 prompts" in refusal(service.open(COMPLETIONS, body(prompt=[[4]] * 5), "1"), 400)["message"]
+    error = refusal(service.open(CHAT, chat_body(n=5, max_tokens=1), "1"), 400)
+    assert (error["param"], "5 requests" in error["message"]) == ("n", True)
+
+
+def test_without_a_chat_template_chat_is_400_and_completions_work(thread: EngineThread) -> None:
+    service = OpenAIService(thread, tiny_tokenizer(chat_template=False), card())
+    assert "chat_template.jinja" in refusal(service.open(CHAT, chat_body(), "1"), 400)["message"]
+    assert answer(service.open(COMPLETIONS, body(prompt="a", max_tokens=1), "2"))["choices"][0]["text"] == " 0"
+
+
+def test_a_template_that_refuses_is_400_with_its_own_message(thread: EngineThread) -> None:
+    import copy
+
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = "{{ raise_exception('Conversation roles must alternate') }}"
+    service = OpenAIService(thread, tokenizer, card())
+    assert "roles must alternate" in refusal(service.open(CHAT, chat_body(), "1"), 400)["message"]
+
+
+def test_when_the_engine_has_died_requests_fail_with_the_cause(
+    service: OpenAIService, engine: Engine, thread: EngineThread
+) -> None:
+    def explode() -> None:
+        raise ValueError("out of blocks")
+
+    stream = service.open(COMPLETIONS, body(prompt=[4], max_tokens=70, stream=True), "1")
+    engine.on_step = explode
+    assert "out of blocks" in events(stream)[-1]["error"]["message"]
+    assert isinstance(stream, Generation)
+    assert stream.error is not None
+    assert stream.error.status == 503
+    assert "out of blocks" in refusal(service.open(COMPLETIONS, body(prompt=[4]), "2"), 503)["message"]
+    assert "out of blocks" in refusal(service.open("health", b"", "3"), 503)["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"exit_policy": "full", "threshold": 0.5}, "threshold"),
+        ({"exit_policy": "early", "kv_policy": "full"}, "kv_policy"),
+        ({"kv_policy": "fill", "max_pending": 4}, "max_pending"),
+        ({"kv_policy": "static", "exit_layer": 3}, "exit_layer"),
+        ({"thresholds": {"3": 0.5}}, "thresholds"),
+    ],
+)
+def test_contradictions_about_depth_are_400_with_the_name_of_the_field(
+    service: OpenAIService, options: dict[str, Any], field: str
+) -> None:
+    error = refusal(service.open(COMPLETIONS, body(prompt=[4], offramp=options), "1"), 400)
+    assert error["param"] == f"offramp.{field}"
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"300": 1}}, "logit_bias"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens"),
+    ],
+)
+def test_sampling_that_cannot_be_is_400_with_the_name_of_the_field(
+    service: OpenAIService, fields: dict[str, Any], param: str
+) -> None:
+    assert refusal(service.open(COMPLETIONS, body(prompt=[4], **fields), "1"), 400)["param"] == param
