@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from demo.cron_task import Row, cron_rows
 from demo.measure import Measurement, measure
+from demo.model_steps import add_exits, fit, take_plain
 from demo.report import draw_exit_depths, results_table
 from demo.steps import Steps, offramp
 
@@ -100,14 +101,7 @@ def run(settings: Settings, work: Path, console: Console) -> list[Measurement]:
         [here / "cron_task.py", str(settings.rows)],
         lambda out: write_data(settings, out),
     )
-    plain = steps.run(
-        "plain",
-        f"Take the model {settings.source} as it is",
-        [settings.source],
-        lambda out: offramp(
-            "import", settings.source, out / "model", "--dtype", "fp32", "--overwrite", console=console
-        ),
-    )
+    plain = take_plain(steps, settings.source, console)
 
     def train(name: str, title: str, source: Path, processes: int) -> Path:
         recipes = [CONFIGS / "common.yaml", CONFIGS / f"{name}.yaml", *([settings.recipe] if settings.recipe else [])]
@@ -115,16 +109,7 @@ def run(settings: Settings, work: Path, console: Console) -> list[Measurement]:
         return steps.run(name, title, recipes, lambda out: fit(out, recipes, source / "model", data, console, threads))
 
     tuned = train("finetune", "Teach it the task at full depth, on two pipeline stages", plain, processes=2)
-    exits = steps.run(
-        "exits",
-        f"Add exits after layers {', '.join(map(str, settings.exits))}: an adapter and a norm each",
-        [str(settings.exits)],
-        lambda out: offramp(
-            *("import", tuned / "model", out / "model", "--exits", ",".join(map(str, settings.exits))),
-            *("--head", "adapter", "--norm-scale", "0.3", "--overwrite"),
-            console=console,
-        ),
-    )
+    exits = add_exits(steps, tuned, settings.exits, console)
     primed = train("prime", "Prime the exits on cached states of the frozen model", exits, processes=1)
     model = train("joint", "Train all together, on the KV cache that serving will see", primed, processes=2)
     calibrated = steps.run(
@@ -165,18 +150,6 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 def read_rows(path: Path) -> list[Row]:
     """Rows of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def fit(out: Path, recipes: list[Path], source: Path, data: Path, console: Console, threads: int) -> None:
-    """Train, going on from the newest checkpoint if there is one, and export."""
-    files = [word for recipe in recipes for word in ("-c", recipe)]
-    offramp(
-        *("fit", *files, f"--vars.checkpoint={source}", f"--vars.data={data}", f"--vars.out={out}", "--ckpt_path=last"),
-        console=console,
-        threads=threads,
-    )
-    newest = max((out / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    offramp("export", newest, out / "model", "--overwrite", console=console)
 
 
 def choose_thresholds(settings: Settings, source: Path, data: Path, out: Path, console: Console) -> None:

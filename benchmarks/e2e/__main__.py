@@ -20,7 +20,8 @@ from benchmarks.e2e.evaluate import draw_curve, evaluate, write_table
 from benchmarks.e2e.meaning import known_values, synthetic_mrs
 from benchmarks.e2e.outcome import outcome
 from benchmarks.e2e.settings import Settings
-from demo.steps import Steps, offramp
+from demo.model_steps import add_exits, fit, take_plain
+from demo.steps import Steps
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -59,31 +60,17 @@ def run(settings: Settings, devset: Path, testset: Path, work: Path, console: Co
         [devset, testset, HERE / "data.py", str(settings.counts)],
         lambda out: write_data(devset, testset, out, settings.counts),
     )
-    plain = steps.run(
-        "plain",
-        f"Take the model {settings.source} as it is",
-        [settings.source],
-        lambda out: offramp(
-            "import", settings.source, out / "model", "--dtype", "fp32", "--overwrite", console=console
-        ),
-    )
+    plain = take_plain(steps, settings.source, console)
 
     def train(name: str, title: str, source: Path, texts: Path) -> Path:
         recipe = f"{name.partition('_')[0]}.yaml"
         recipes = [CONFIGS / "common.yaml", CONFIGS / recipe, *([settings.recipe] if settings.recipe else [])]
-        return steps.run(name, title, recipes, lambda out: fit(out, recipes, source / "model", texts, console))
+        return steps.run(
+            name, title, recipes, lambda out: fit(out, recipes, source / "model", texts, console, os.cpu_count())
+        )
 
     tuned = train("finetune", "Teach it the task at full depth, from what people wrote", plain, data)
-    model = steps.run(
-        "exits",
-        f"Add exits after layers {', '.join(map(str, settings.exits))}: an adapter and a norm each",
-        [str(settings.exits)],
-        lambda out: offramp(
-            *("import", tuned / "model", out / "model", "--exits", ",".join(map(str, settings.exits))),
-            *("--head", "adapter", "--norm-scale", "0.3", "--overwrite"),
-            console=console,
-        ),
-    )
+    model = add_exits(steps, tuned, settings.exits, console)
     for turn in range(1, settings.rounds + 1):
         own = steps.run(
             f"own_texts_{turn}",
@@ -108,18 +95,6 @@ def run(settings: Settings, devset: Path, testset: Path, work: Path, console: Co
         [HERE / "evaluate.py"],
         lambda out: test(settings, calibrated, tuned / "model", data, out, console),
     )
-
-
-def fit(out: Path, recipes: list[Path], source: Path, data: Path, console: Console) -> None:
-    """Train, going on from the newest checkpoint if there is one, and export."""
-    files = [word for recipe in recipes for word in ("-c", recipe)]
-    offramp(
-        *("fit", *files, f"--vars.checkpoint={source}", f"--vars.data={data}", f"--vars.out={out}", "--ckpt_path=last"),
-        console=console,
-        threads=os.cpu_count(),
-    )
-    newest = max((out / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    offramp("export", newest, out / "model", "--overwrite", console=console)
 
 
 def write_own_texts(

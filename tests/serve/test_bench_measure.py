@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import pytest
 from offramp.serve.bench.contestants import Identity
 from offramp.serve.bench.measure import Measured
 from offramp.serve.bench.plan import Variant, Workload
+from offramp.serve.bench.quality import Answers, Quality
 from offramp.serve.bench.trial import Question, Trial
 from offramp.serve.measures.iteration_clock import PARTS
 from offramp.serve.measures.records import IterationRecord, SegmentRun
@@ -124,3 +126,12 @@ def test_the_share_of_prefill_is_what_newest_tokens_leave() -> None:
     assert one.prefill_share == pytest.approx((6 - 2) / 8)
     one.iterations = [mixed]
     assert one.prefill_share is None
+
+
+def test_a_ratio_to_nothing_is_unknown_in_json() -> None:
+    one = _measured(Variant(), 4, [(0, 4, 2, 16.0)])
+    nothing = Answers(["", ""], [0.0, 0.0], Counter())
+    one.quality = Quality.of(nothing, nothing)
+    row = one.to_json()
+    assert (row["quality_ratio"], row["quality_same_texts"]) == (None, 1.0)
+    json.dumps(row, allow_nan=False)

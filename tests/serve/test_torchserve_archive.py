@@ -5,6 +5,7 @@ import json
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -199,3 +200,19 @@ def test_a_port_in_use_is_a_clear_error(checkpoint: Path, tmp_path: Path) -> Non
             TorchServe(folder, port=port)
     with pytest.raises(OfframpError, match="port 99999"):
         TorchServe(folder, port=99999)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"wait_ms": -1},
+        {"first_wait_ms": float("nan")},
+        {"prepare_wait_ms": "5"},
+        {"lease_s": 1e9},
+        {"max_piece_bytes": 0},
+    ],
+)
+def test_settings_of_the_handler_that_cannot_be_are_refused_by_name(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(OfframpError, match=name):
+        HandlerSettings(**settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,31 @@ def test_a_first_exit_alone_trains_what_lies_below_it(checkpoint: Path, tmp_path
     assert {name.split(".")[1] for name in moved if name.startswith(("layers.", "exits."))} == {"0", "1"}
     assert (0, "train/loss_exit_04") not in plain["metrics"]
     assert (5, "val/loss_exit_04") in plain["metrics"]
+
+
+def test_compiled_layers_learn_the_same(
+    checkpoint: Path, one: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    compile_module = torch.nn.Module.compile
+
+    def without_a_compiler(self: torch.nn.Module, **options: Any) -> None:
+        compiled.append(type(self).__name__)
+        compile_module(self, backend="eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", without_a_compiler)
+    monkeypatch.setenv("CXX", sys.executable)  # is there, and is not called
+    out = tmp_path / "compiled.ckpt"
+    answer = fit(str(checkpoint), str(out), module={**FILL_AWARE, "compile_layers": True})
+    assert compiled == ["Block"] * 4
+    assert comparable(answer) == pytest.approx(comparable(one), rel=1e-4)
+    export_checkpoint(out, tmp_path / "model")  # names of parameters are those of layers that are not compiled
+    assert load_checkpoint(tmp_path / "model").config.num_layers == 4
+
+
+def test_compiled_layers_without_a_compiler_are_refused_at_once(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(OfframpError, match="no-such-compiler"):
+        fit(str(checkpoint), str(tmp_path / "compiled.ckpt"), module={"compile_layers": True})

@@ -11,6 +11,8 @@ Legend: B batch, T time, D model, X exits.
 from __future__ import annotations
 
 import fnmatch
+import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +107,12 @@ class MultiExitModule(pl.LightningModule):
         check_probabilities(self.fill_aware, model.exit_config.layers)
         freeze_parameters(model, [*self.freeze_patterns, *_untrained(model, self._objective)])
         if self.compile_layers:
+            compiler = os.environ.get("CXX", "g++")
+            if self.trainer.strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
+                raise OfframpError(
+                    f"model.compile_layers needs a C++ compiler, and there is no {compiler}; install one, name another in "
+                    "CXX, or set compile_layers to false."
+                )
             for block in model.layers:
                 block.compile(dynamic=False)  # in place: names of parameters stay, and all layers share the code
         build_stages = getattr(self.trainer.strategy, "build_stages", None)

@@ -286,7 +286,8 @@ class Measured:
         plain["gap_realised_us"] = None if gap is None else gap.realised_us
         for name in ("rouge_l", "ratio", "ratio_low", "ratio_high", "same_texts", "prompts"):
             plain[f"quality_{name}"] = None if quality is None else getattr(quality, name)
-        row |= {name: None if value is None else figure(value) for name, value in plain.items()}
+        # NaN, the ratio to nothing, is no JSON.
+        row |= {name: None if value is None or value != value else figure(value) for name, value in plain.items()}
         row["exit_layers"] = {str(layer): self.exit_layers[layer] for layer in sorted(self.exit_layers)}
         row["segments"] = [
             {

@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
     if options.plots:
         plots.check_installed()
     if options.threads is not None:
+        EngineConfig(num_threads=options.threads)  # refuses a number that would end the process
         torch.set_num_threads(options.threads)
     choices = Choices(
         batches=options.batch,

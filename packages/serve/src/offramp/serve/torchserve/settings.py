@@ -6,7 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from offramp.common.errors import OfframpError
 from offramp.serve.config import EngineConfig
+from offramp.serve.number_checks import check_number, check_whole, spelled
+
+_LONGEST_WAIT = 60_000
+"""As TorchServe gives a call of the handler up after a minute."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,14 @@ class HandlerSettings:
     prepare_wait_ms: float = 100.0
     lease_s: float = 3.0
     max_piece_bytes: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        for name in ("wait_ms", "first_wait_ms", "prepare_wait_ms", "lease_s"):
+            value = getattr(self, name)
+            check_number(name, value)
+            if not 0 <= value <= _LONGEST_WAIT:
+                raise OfframpError(f"{name} {spelled(value)} must be in 0..{_LONGEST_WAIT}.")
+        check_whole("max_piece_bytes", self.max_piece_bytes, low=1)
 
 
 @dataclass(frozen=True)
