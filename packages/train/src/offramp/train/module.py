@@ -110,8 +110,8 @@ class MultiExitModule(pl.LightningModule):
             compiler = os.environ.get("CXX", "g++")
             if self.trainer.strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
                 raise OfframpError(
-                    f"model.compile_layers needs a C++ compiler, and there is no {compiler}; install one, name another in "
-                    "CXX, or set compile_layers to false."
+                    f"model.compile_layers needs a C++ compiler, and there is no {compiler}; install one, name another "
+                    "in CXX, or set compile_layers to false."
                 )
             for block in model.layers:
                 block.compile(dynamic=False)  # in place: names of parameters stay, and all layers share the code
