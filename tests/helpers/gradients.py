@@ -81,6 +81,9 @@ def oracle(case: Case, replicas: int) -> tuple[dict[str, Tensor], dict[str, floa
             mask = mask & (depths >= layer)
         loss = F.cross_entropy(logits[layer][mask], labels[mask])
         losses[f"loss_exit_{layer:02d}"] = float(loss.detach())
+        if layer != LAYERS:
+            same = logits[layer].argmax(-1) == logits[LAYERS].argmax(-1)
+            losses[f"agreement_exit_{layer:02d}"] = float(same[final_mask].double().mean())
         if case.distill and layer != LAYERS:
             teacher = logits[LAYERS].detach()[final_mask].log_softmax(-1)
             student = logits[layer][final_mask].log_softmax(-1)

@@ -75,8 +75,9 @@ def check(case: Case, answers: list[dict[str, Any]], replicas: int) -> None:
         assert answer["norm"] == pytest.approx(report["norm"], rel=1e-6)
         assert answer["finite"]
         for kind in ("train", "eval"):
+            assert {name for name in report if name.startswith("agreement")} <= set(answer[kind])
             for name, value in answer[kind].items():
-                if name.startswith("loss"):
+                if name.startswith(("loss", "agreement")):
                     assert value == pytest.approx(report[name], rel=1e-5), f"{kind} {name}"
     assert seen == set(gradients), "a trained parameter lies on no stage"
 

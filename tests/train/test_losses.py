@@ -49,7 +49,7 @@ def test_objective_by_hand() -> None:
 
 
 def term_of(cross_entropy: float, divergence: float, correct: int) -> ExitTerm:
-    return ExitTerm(torch.tensor(cross_entropy), torch.tensor(divergence), torch.tensor(correct))
+    return ExitTerm(torch.tensor(cross_entropy), torch.tensor(divergence), torch.tensor(correct), torch.empty(0))
 
 
 def test_frozen_tokens_train_only_the_exits_they_reach() -> None:

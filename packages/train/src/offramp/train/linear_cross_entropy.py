@@ -20,7 +20,7 @@ CHUNK_ROWS = 64
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of cross-entropies (nats) of the logits `x @ weight.T`, and how many labels are the most probable token.
+    """Sum of cross-entropies (nats) of the logits `x @ weight.T`, and the most probable tokens.
 
     Under autocast the products are computed in its type. Everything else is in fp32, or fp64 if the logits are.
 
@@ -30,7 +30,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Ten
         labels: [N].
 
     Returns:
-        Two scalars; the second has no gradient.
+        A scalar, and [N] token ids, which have no gradient.
     """
     device = x.device.type
     if not torch.is_grad_enabled():  # inside an autograd function nothing tells
@@ -46,7 +46,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         wants_x, wants_weight, _ = ctx.needs_input_grad
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        total, correct = x.new_zeros((), dtype=exact), labels.new_zeros(())
+        total, predicted = x.new_zeros((), dtype=exact), torch.empty_like(labels)
         grad_x = torch.empty_like(x) if wants_x else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         with torch.autocast(x.device.type, enabled=False):
@@ -55,7 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 own, label = x[rows], labels[rows, None]
                 log_p = (own @ weight.T).to(exact).log_softmax(dim=-1)
                 total -= log_p.gather(1, label).sum()
-                correct += (log_p.argmax(dim=-1) == label[:, 0]).sum()
+                torch.argmax(log_p, dim=-1, out=predicted[rows])
                 if wants_x or wants_weight:
                     error = log_p.exp_().scatter_add_(1, label, log_p.new_full(label.shape, -1.0)).to(x.dtype)
                     if grad_x is not None:
@@ -63,8 +63,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     if grad_weight is not None:
                         grad_weight += error.T @ own
         ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(correct)
-        return total, correct
+        ctx.mark_non_differentiable(predicted)
+        return total, predicted
 
     @staticmethod
     @torch.autograd.function.once_differentiable

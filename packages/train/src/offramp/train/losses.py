@@ -26,6 +26,7 @@ from offramp.common.errors import OfframpError
 from offramp.common.model.attention import Layout
 from offramp.common.model.exit_head import ExitHead
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.agreement import Predictions
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
 from offramp.train.linear_cross_entropy import linear_cross_entropy
 
@@ -109,17 +110,19 @@ class Objective:
 
 
 class ExitTerm(NamedTuple):
-    """Sums over the trained tokens of one exit, each a scalar.
+    """Sums over the N trained tokens of one exit, each a scalar, and what the exit says.
 
     Attributes:
         cross_entropy: in nats.
         divergence: Kullback-Leibler divergence to the final exit in nats; zero without distillation.
         correct: tokens whose label is the most probable one.
+        predicted: [N] the most probable tokens.
     """
 
     cross_entropy: Tensor
     divergence: Tensor
     correct: Tensor
+    predicted: Tensor
 
 
 class ExitSums:
@@ -127,20 +130,35 @@ class ExitSums:
 
     Attributes:
         layers: exit layers, the final one last.
-        values: [4, X] float64: cross-entropy, divergence, correct tokens, trained tokens.
+        values: [6, X] float64: cross-entropy, divergence, correct tokens, trained tokens; then tokens where the exit
+            agrees with the final one, and those where both were asked.
+        predictions: what the exits said since the last `compare`.
     """
 
     def __init__(self, layers: tuple[int, ...], device: torch.device, values: Tensor | None = None) -> None:
         self.layers = layers
-        self.values = torch.zeros(4, len(layers), dtype=torch.float64, device=device) if values is None else values
+        self.values = torch.zeros(6, len(layers), dtype=torch.float64, device=device) if values is None else values
+        self.predictions = Predictions()
 
     def add(self, layer: int, term: ExitTerm, count: Tensor) -> None:
         """Add one exit's sums over `count` trained tokens."""
-        column = [value.detach().to(self.values) for value in (*term, count)]
-        self.values[:, self.layers.index(layer)] += torch.stack(column)
+        column = [value.detach().to(self.values) for value in (*term[:3], count)]
+        self.values[:4, self.layers.index(layer)] += torch.stack(column)
+
+    def compare(self, final: Tensor | None) -> None:
+        """Count agreement with the final exit, and forget the predictions.
+
+        Args:
+            final: [P] what the final exit says at every position since the last time; None if it was not run.
+        """
+        self.values[4:] += self.predictions.compare(self.layers, final).to(self.values)
+        self.predictions = Predictions()
 
     def report(self, objective: Objective) -> dict[str, float]:
         """Metrics by name, without a prefix: `loss`, then `loss_exit_06` and `accuracy_exit_06` for each exit.
+
+        Early exits have `agreement_exit_06`, too, where the final exit was run: the share of tokens at which they say
+        the same.
 
         Exit losses are cross-entropies in nats per trained token; `loss` is the objective L. An exit without a weight
         that saw no token (see `Objective.trained_layers`) has no metrics.
@@ -152,14 +170,20 @@ class ExitSums:
             for layer, mean, count in zip(self.layers, means, counts.tolist(), strict=True)
             if count > 0 or objective.weights[layer] > 0
         }
+        nobody = counts.new_empty(0)
         total = sum(
-            float(objective.loss(layer, ExitTerm(*self.values[:3, index]), counts))
+            float(objective.loss(layer, ExitTerm(*self.values[:3, index], nobody), counts))
             for index, layer in enumerate(self.layers)
         )
         return {
             "loss": total,
             **{f"loss_exit_{name}": loss for name, (loss, *_) in known.items()},
-            **{f"accuracy_exit_{name}": accuracy for name, (_, _, accuracy, _) in known.items()},
+            **{f"accuracy_exit_{name}": accuracy for name, (_, _, accuracy, *_) in known.items()},
+            **{
+                f"agreement_exit_{layer:02d}": agreeing / asked
+                for layer, agreeing, asked in zip(self.layers[:-1], *self.values[4:, :-1].tolist(), strict=True)
+                if asked > 0
+            },
         }
 
 
@@ -219,7 +243,8 @@ def exit_term(logits: Tensor, labels: Tensor, teacher: Tensor | None = None, kno
         divergence = F.kl_div(student, teacher.float().log_softmax(dim=-1), reduction="sum", log_target=True)
     cross_entropy = F.nll_loss(log_p, labels, reduction="sum")
     # Not on the logits themselves: argmax over bf16 is several times slower on CPU.
-    return ExitTerm(cross_entropy, divergence, (log_p.argmax(dim=-1) == labels).sum())
+    predicted = log_p.argmax(dim=-1)
+    return ExitTerm(cross_entropy, divergence, (predicted == labels).sum(), predicted)
 
 
 def exit_losses(
@@ -261,10 +286,12 @@ def exit_losses(
             del logits
         else:
             state = reader.state(states[layer], mask, layout)
-            cross_entropy, correct = linear_cross_entropy(state, reader.unembedding, labels[mask])
-            term = ExitTerm(cross_entropy, cross_entropy.new_zeros(()), correct)
+            cross_entropy, predicted = linear_cross_entropy(state, reader.unembedding, labels[mask])
+            correct = (predicted == labels[mask]).sum()
+            term = ExitTerm(cross_entropy, cross_entropy.new_zeros(()), correct, predicted)
             del state
         sums.add(layer, term, mask.sum())
+        sums.predictions.add(layer, mask, term.predicted)
         loss = objective.loss(layer, term, counts)
         del term
         yield loss

@@ -184,6 +184,7 @@ class MultiExitModule(pl.LightningModule):
         counts = self.sum_over_ranks(self.objective.counts(micro))
         sums = ExitSums(self.objective.layers, self.device)
         loss = torch.stack(list(self._losses(micro, counts, sums, self.objective.trained_layers))).sum()
+        sums.compare(sums.predictions.of(self.objective.final_layer))
         self.log_training(sums, micro.tokens.input_ids.numel())
         return loss * self.trainer.world_size
 
@@ -201,6 +202,7 @@ class MultiExitModule(pl.LightningModule):
         sums = ExitSums(self.objective.layers, self.device)
         for _ in self._losses(micro, torch.ones(len(self.objective.layers)), sums, self.objective.layers):
             pass
+        sums.compare(sums.predictions.of(self.objective.final_layer))
         self.add_evaluated(sums)
 
     @override

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from offramp.common.model.attention import Layout
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.agreement import NOT_ASKED
 from offramp.train.export import read_stages
 from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
@@ -198,8 +199,23 @@ class EarlyExitPipelineEngine(PipelineEngine):
             self._exec_schedule(plan(len(micro_batches), self.num_stages, self.stage_id))
         for buffers in self.pipe_buffers.values():
             buffers[:] = [None] * len(buffers)
+        self._sums.compare(self._final_predictions())
         self._queue = ()
         return self._sums
+
+    def _final_predictions(self) -> Tensor | None:
+        """[P] what the final exit, on the last stage, says at every position of the queue."""
+        assert self.objective is not None
+        assert self._sums is not None
+        said = self._sums.predictions.of(self.objective.final_layer)
+        if not self.is_pipe_parallel:
+            return said
+        if said is None:
+            positions = sum(micro.tokens.input_ids.numel() for micro in self._queue)
+            said = torch.full((positions,), NOT_ASKED, dtype=torch.int32, device=self.device)
+        last = self.grid.stage_to_global(stage_id=self.num_stages - 1)
+        dist.broadcast(said, last, group=self.grid.get_pipe_parallel_group())
+        return said
 
     # ---- instructions of the schedule
 
