@@ -34,6 +34,7 @@ class Case:
     zero_stage: int = 0
     clip: float = 0.0
     distill: float = 0.0
+    checkpoint_activations: bool = False
     frozen: tuple[str, ...] = ()
     rows: int = 7
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +119,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
     for num_stages, case in cases:
         model = case.model()
         plan = plan_stages(model.config, model.exit_config, num_stages, case.bounds, exit_placement=case.exit_placement)
-        module = StageModule(model, plan)
+        module = StageModule(model, plan, case.checkpoint_activations)
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,

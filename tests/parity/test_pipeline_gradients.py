@@ -43,6 +43,13 @@ TWO_STAGES = {
     "frozen last layers": Case(frozen=("layers.2", "layers.3", "norm")),
     "distillation on the last stage": Case(exits=(2, 3), bounds=(2,), distill=0.4),
     "distillation, fill-aware": Case(exits=(2, 3), bounds=(1,), distill=0.4, fill_aware={2: 0.3, 3: 0.2}),
+    "activation checkpointing": Case(checkpoint_activations=True, fill_aware={1: 0.3, 2: 0.3}, clip=0.5),
+    "activation checkpointing, exit blocks, ZeRO-1": Case(
+        exits=(1, 2, 3), head="block", checkpoint_activations=True, zero_stage=1
+    ),
+    "activation checkpointing, frozen first layers": Case(
+        checkpoint_activations=True, frozen=("embed_tokens", "layers.0", "layers.1")
+    ),
     "qwen3": Case(overrides={"model_type": "qwen3", "head_dim": 16}),
 }
 FOUR_PROCESSES = {

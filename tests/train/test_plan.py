@@ -16,6 +16,7 @@ from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.train.cli import build
 from offramp.train.pipeline.costs import layer_cost
+from offramp.train.pipeline.report import stage_records
 from offramp.train.pipeline.stages import Stage
 from offramp.train.plan import Planned, describe, main, plan_recipe
 from offramp.train.recipe import RecipeArguments
@@ -212,6 +213,16 @@ def test_memory_of_checkpointing_and_placement(recipe: Path) -> None:
     for some, less in ((starts, deferred), (deferred, again)):
         assert all(a.bytes >= b.bytes for a, b in zip(some, less, strict=True))
     assert again[0].bytes < deferred[0].bytes
+
+
+def test_what_fit_runs_is_what_the_strategy_says(tmp_path: Path, model: Path) -> None:
+    kept = plan_recipe([write(tmp_path, model)], [TFLOPS])
+    again = plan_recipe([write(tmp_path, model, {"checkpoint_activations": True})], [TFLOPS])
+    names = [[variant.name for variant in planned.variants if variant.runs] for planned in (kept, again)]
+    assert names == [["exits, deferred to the backward pass"], ["deferred, activation checkpointing"]]
+    first = [stage_records(planned.estimator)[0] for planned in (kept, again)]
+    assert first[1]["activations_bytes"] < 0.5 * first[0]["activations_bytes"]
+    assert first[1]["backward_s"] > first[0]["backward_s"]
 
 
 def test_ddp_is_one_stage(tmp_path: Path, model: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,13 @@ from offramp.train.pipeline.times import GivenTimes, ModuleTimes, estimated, mat
 from offramp.train.recipe import PLAN, parse_command_line
 
 STRATEGY = "offramp.train.pipeline.strategy.DeepSpeedPipelineStrategy"
-_STRATEGY_DEFAULTS = {"pipe": 2, "micro_batches": 4, "zero_stage": 0, "labelled_share": 0.5}
+_STRATEGY_DEFAULTS = {
+    "pipe": 2,
+    "micro_batches": 4,
+    "zero_stage": 0,
+    "labelled_share": 0.5,
+    "checkpoint_activations": False,
+}
 _DRAWN = 4
 """Micro-batches per stage that a drawing shows; more are only a longer middle."""
 
@@ -240,7 +246,9 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
         notes.append("fill_aware: tokens frozen at an exit still count as if all layers computed them.")
     times = _times(model, shape, machine)
     replicas = _replicas(trainer, pipe, notes)
-    estimator = Estimator(plan, model, shape, times, parts, replicas, strategy["zero_stage"])
+    estimator = Estimator(
+        plan, model, shape, times, parts, replicas, strategy["zero_stage"], strategy["checkpoint_activations"]
+    )
     variants = compare(estimator, machine.fill_warmup, machine.fill_cooldown)
     _note_faults(estimator, variants, machine, notes)
     return Planned(estimator, variants, machine, notes)
@@ -277,10 +285,7 @@ def _draw(planned: Planned, path: Path) -> None:
         caption = (
             f"the first {shown} of {estimator.micro_batches} micro-batches, and the end of the step as if they were all"
         )
-        few = Estimator(
-            estimator.plan, estimator.model, estimator.shape, estimator.times, shown, estimator.replicas,
-            estimator.zero_stage,
-        )  # fmt: skip
+        few = replace(estimator, micro_batches=shown)
         variants = compare(few, planned.machine.fill_warmup, planned.machine.fill_cooldown)
     draw(path, [(variant.name, variant.timeline) for variant in variants], caption)
 

@@ -55,13 +55,13 @@ class StageModule(PipelineModule):
     For DeepSpeed the pipeline has S layers, one per stage, and the stages of others are empty. Its own tied layers
     are not used: they cannot share one parameter among several heads of a stage, and they save and load it in only one
     of them.
-    Needs an initialised process group.
+    Needs an initialised process group. See `Stage` for the arguments.
     """
 
-    def __init__(self, model: MultiExitTransformer, plan: StagePlan) -> None:
+    def __init__(self, model: MultiExitTransformer, plan: StagePlan, checkpoint_activations: bool = False) -> None:
         topology = PipeDataParallelTopology(plan.num_stages, dist.get_world_size() // plan.num_stages)
         index = topology.get_coord(dist.get_rank()).pipe
-        stage = Stage(model, plan, index)
+        stage = Stage(model, plan, index, checkpoint_activations)
         layers: list[nn.Module] = [nn.Identity() for _ in range(plan.num_stages)]
         layers[index] = stage
         self._plan = plan

@@ -57,6 +57,7 @@ class Estimator:
         micro_batches: M.
         replicas: data-parallel ranks.
         zero_stage: 0 or 1.
+        checkpointing: activations are checkpointed; see `Stage`.
     """
 
     plan: StagePlan
@@ -66,6 +67,7 @@ class Estimator:
     micro_batches: int
     replicas: int = 1
     zero_stage: int = 0
+    checkpointing: bool = False
 
     def memory(self) -> list[StageMemory]:
         """[S] what stays from step to step."""
@@ -86,14 +88,18 @@ class Estimator:
         state = ADAM_BYTES if self.zero_stage == 0 else (ADAM_BYTES + FP32) / self.replicas
         return StageMemory(count, trained, FP32 * count + BF16 * casts, FP32 * trained, state * trained)
 
-    def works(self, early_exits: bool = True, deferred: bool = True, checkpointing: bool = False) -> list[StageWork]:
+    def works(
+        self, early_exits: bool = True, deferred: bool = True, checkpointing: bool | None = None
+    ) -> list[StageWork]:
         """[S] what a micro-batch costs.
 
         Args:
             early_exits: count them; the final exit always is.
             deferred: exits are computed in the backward pass.
-            checkpointing: layers keep their input only, and are computed again in the backward pass.
+            checkpointing: layers keep their input only, and are computed again in the backward pass; None: as the
+                estimator says.
         """
+        checkpointing = self.checkpointing if checkpointing is None else checkpointing
         return [self._work(index, early_exits, deferred, checkpointing) for index in range(self.plan.num_stages)]
 
     def _work(self, index: int, early_exits: bool, deferred: bool, checkpointing: bool) -> StageWork:
@@ -238,25 +244,29 @@ def compare(estimator: Estimator, warmup: int | None = None, cooldown: int | Non
         cooldown: see `fill_bubbles`.
     """
 
-    def variant(name: str, of: Estimator, works: list[StageWork], runs: bool = False) -> Variant:
+    def variant(
+        name: str, of: Estimator, runs: bool = False, early: bool = True, deferred: bool = True, again: bool = False
+    ) -> Variant:
+        works = of.works(early, deferred, checkpointing=again)
         return Variant(name, of.run(works), of.bound(works), runs)
 
-    plan, chosen = estimator.plan, estimator.plan.exit_placement
-    plain = variant("no early exits", estimator, estimator.works(early_exits=False), not plan.exits.layers)
+    plan, chosen, again = estimator.plan, estimator.plan.exit_placement, estimator.checkpointing
     if not plan.exits.layers:
-        return [plain, variant("activation checkpointing", estimator, estimator.works(checkpointing=True))]
-    variants = [plain]
+        return [
+            variant("no early exits", estimator, not again, early=False),
+            variant("activation checkpointing", estimator, again, again=True),
+        ]
+    variants = [variant("no early exits", estimator, early=False)]
     at_bounds = set(plan.exits.layers) & set(plan.bounds[1:-1])
     if at_bounds and chosen == "next_stage":
         ends = replace(estimator, plan=replace(plan, exit_placement="same_stage"))
-        variants.append(variant("exits, at the end of their stage", ends, ends.works(deferred=False)))
-        variants.append(variant("exits, at the start of the next", estimator, estimator.works(deferred=False)))
+        variants.append(variant("exits, at the end of their stage", ends, deferred=False))
+        variants.append(variant("exits, at the start of the next", estimator, deferred=False))
     else:
-        variants.append(variant("exits, computed in the forward pass", estimator, estimator.works(deferred=False)))
+        variants.append(variant("exits, computed in the forward pass", estimator, deferred=False))
+    variants.append(variant("exits, deferred to the backward pass", estimator, not again))
+    variants.append(variant("deferred, activation checkpointing", estimator, again, again=True))
     works = estimator.works()
-    variants.append(variant("exits, deferred to the backward pass", estimator, works, True))
-    again = estimator.works(checkpointing=True)
-    variants.append(variant("deferred, activation checkpointing", estimator, again))
     if plan.num_stages > 1:
         shared = [name for name in plan.shared if _parameter_is_trained(estimator.model, name)]
         if shared:

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
@@ -150,11 +151,21 @@ def plan_stages(
 
 
 class Stage(nn.Module):
-    """The modules of one stage, under their names in the whole model, which they are taken from (not copied)."""
+    """The modules of one stage, under their names in the whole model, which they are taken from (not copied).
 
-    def __init__(self, model: MultiExitTransformer, plan: StagePlan, index: int) -> None:
+    Args:
+        model: the whole model.
+        plan: how it is divided.
+        index: of this stage.
+        checkpoint_activations: layers keep their input alone for the backward pass, and run again there (Chen et al.,
+            2016). Exit heads need no such thing: they are computed within the backward pass, one after the other.
+    """
+
+    def __init__(
+        self, model: MultiExitTransformer, plan: StagePlan, index: int, checkpoint_activations: bool = False
+    ) -> None:
         super().__init__()
-        self.plan, self.index = plan, index
+        self.plan, self.index, self.checkpoint_activations = plan, index, checkpoint_activations
         start, stop = plan.bounds[index], plan.bounds[index + 1]
         self.exit_layers = plan.exits_of(index)
         last = index == plan.num_stages - 1
@@ -213,10 +224,17 @@ class Stage(nn.Module):
             layer = int(name)
             if layer in self.exit_layers:
                 states[layer] = h
-            h = run_layer(block, h, layer, layout)
+            h = self._run_layer(block, h, layer, layout)
         if (stop := self.plan.bounds[self.index + 1]) in self.exit_layers:
             states[stop] = h
         return h, states
+
+    def _run_layer(self, block: nn.Module, h: Tensor, layer: int, layout: Layout) -> Tensor:
+        if self.checkpoint_activations and torch.is_grad_enabled():
+            # Not the reentrant kind, which would start a backward pass of its own for every layer. It comes back to
+            # the autocast of this moment.
+            return checkpoint(run_layer, block, h, layer, layout, use_reentrant=False)
+        return run_layer(block, h, layer, layout)
 
 
 def _head(model: MultiExitTransformer, layer: int) -> ExitHead:

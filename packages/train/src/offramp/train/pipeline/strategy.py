@@ -70,6 +70,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         zero_stage: 1 divides the optimizer's state among data-parallel replicas.
         stage_bounds: last layer of every stage but the last; None balances the cost.
         exit_placement: of exits between two stages; see `StagePlan`.
+        checkpoint_activations: layers keep their input alone and run again in the backward pass; see `Stage`.
         labelled_share: expected share of positions with a label, for balancing: only they meet the unembedding.
         timeout_minutes: how long a rank waits for another.
         process_group_backend: None chooses gloo on CPU and nccl on CUDA.
@@ -84,6 +85,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         zero_stage: Literal[0, 1] = 0,
         stage_bounds: list[int] | None = None,
         exit_placement: ExitPlacement = "next_stage",
+        checkpoint_activations: bool = False,
         labelled_share: float = 0.5,
         timeout_minutes: float = 30.0,
         process_group_backend: str | None = None,
@@ -113,6 +115,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         self.pipe, self.micro_batches, self.zero_stage = pipe, micro_batches, zero_stage
         self.stage_bounds, self.labelled_share = stage_bounds, labelled_share
         self.exit_placement: ExitPlacement = exit_placement
+        self.checkpoint_activations = checkpoint_activations
         self._engine: EarlyExitPipelineEngine | None = None
 
     # ---- processes
@@ -166,7 +169,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         plan = plan_stages(config, exits, self.pipe, self.stage_bounds, self.labelled_share, self.exit_placement)
         if self.is_global_zero:
             rank_zero_info(self._describe(plan, model))
-        return StageModule(model, plan)
+        return StageModule(model, plan, self.checkpoint_activations)
 
     def _describe(self, plan: StagePlan, model: MultiExitTransformer) -> str:
         """The stage plan as a table; without data that says how large a batch is, for one row of 512 tokens."""
@@ -177,7 +180,10 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         shape = MicroBatchShape(rows, time, self.labelled_share, mixed)
         speed = matrix_speed(self.root_device, mixed)
         times = estimated(plan.config, plan.exits, shape, speed, "")
-        estimator = Estimator(plan, model, shape, times, self.micro_batches, self.data_parallel_size, self.zero_stage)
+        estimator = Estimator(
+            plan, model, shape, times, self.micro_batches, self.data_parallel_size, self.zero_stage,
+            self.checkpoint_activations,
+        )  # fmt: skip
         return (
             f"stage plan for {self.micro_batches} micro-batches of {rows} x {time} tokens, estimated at "
             f"{speed / 1e12:.3g} TFLOP/s:\n{stage_table(estimator)}"
