@@ -18,7 +18,7 @@ from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.train.export import export_checkpoint, main, read_stages
-from offramp.train.priming import ExitPrimingModule, PrimingDataModule
+from offramp.train.priming import ExitPrimingModule, PrimingDataModule, StateBatch, StateLoader
 
 FILL_AWARE = {"fill_aware": {1: 0.2, 2: 0.2}}
 TWO_STAGES = {"pipe": 2, "micro_batches": 3}
@@ -180,24 +180,25 @@ def test_bf16_trains_about_as_fp32_does(two: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_another_number_of_stages_validates_but_does_not_resume(
+def test_another_number_of_stages_validates_the_same_and_resumes(
     checkpoint: Path, two: dict[str, Any], tmp_path: Path
 ) -> None:
-    trained = str(two["out"]["pipeline"])
-    answers = run_processes(validate_and_resume, 1, str(checkpoint), trained, str(tmp_path / "new.ckpt"))
-    metrics, fault = answers[0]
+    trained = two["out"]["pipeline"]
+    half_way = trained.with_name(f"{trained.stem}-step=3.ckpt")
+    arguments = (str(checkpoint), str(trained), str(half_way), str(tmp_path / "new.ckpt"))
+    answers = run_processes(validate_and_resume, 1, *arguments)
+    metrics, resumed = answers[0]
     assert metrics == pytest.approx(two["pipeline"][0]["validated"], rel=1e-5)
-    assert "offramp export" in fault
+    whole = comparable(two["pipeline"][0], range(3, 6))
+    assert comparable(resumed, range(3, 6)) == pytest.approx(whole, rel=1e-4)
 
 
-def validate_and_resume(checkpoint: str, trained: str, out: str) -> tuple[dict[str, float], str]:
+def validate_and_resume(
+    checkpoint: str, trained: str, half_way: str, out: str
+) -> tuple[dict[str, float], dict[str, Any]]:
     one_stage = {"pipe": 1, "micro_batches": 2}
     metrics = validate(checkpoint, trained, one_stage)
-    try:
-        fit(checkpoint, out, one_stage, resume=trained)
-    except OfframpError as fault:
-        return metrics, str(fault)
-    return metrics, "resumed"
+    return metrics, fit(checkpoint, out, one_stage, module=FILL_AWARE, resume=half_way)
 
 
 def test_priming_trains_heads_alone_and_exports_the_shortlist(checkpoint: Path, tmp_path: Path) -> None:
@@ -224,6 +225,27 @@ def test_priming_trains_heads_alone_and_exports_the_shortlist(checkpoint: Path, 
     changed = {name for name, value in primed.model.state_dict().items() if not torch.equal(value, before[name])}
     assert {name.split(".")[1] for name in changed} == {"1", "2"}
     assert all(name.startswith("exits.") for name in changed)
+
+
+@pytest.mark.parametrize("step", [3, 12])
+def test_priming_resumes_as_if_nothing_had_happened(checkpoint: Path, tmp_path: Path, step: int) -> None:
+    """12 steps are more than an epoch of 10."""
+    settings: dict[str, Any] = {"priming": True, "max_steps": 14, "trainer": {"val_check_interval": 1.0}}
+    whole = fit(str(checkpoint), str(tmp_path / "whole.ckpt"), **settings)
+    (half_way,) = tmp_path.glob(f"whole-step={step}.ckpt")
+    resumed = fit(str(checkpoint), str(tmp_path / "resumed.ckpt"), resume=str(half_way), **settings)
+    left = range(step, 14)
+    assert comparable(resumed, left) == comparable(whole, left)
+    assert {key for key, _ in comparable(whole, left)} == set(left)
+
+
+def test_priming_on_other_states_is_not_resumed() -> None:
+    states = StateBatch(torch.randn(20, 2, 3), torch.randn(20, 3))
+    state = StateLoader(states, 4, 5, seed=0).state_dict()
+    StateLoader(states, 4, 5, seed=0).load_state_dict(state)
+    for other in (StateLoader(states, 5, 4, seed=0), StateLoader(states, 4, 5, seed=1)):
+        with pytest.raises(OfframpError, match=r"cannot resume priming: (batch_size was 4 and is 5|seed was 0)"):
+            other.load_state_dict(state)
 
 
 def test_from_scratch_needs_no_weights(checkpoint: Path, tmp_path: Path) -> None:

@@ -20,17 +20,19 @@ import torch.distributed
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from offramp.common.errors import OfframpError
-from offramp.train.export import RECORD_FILE
+from offramp.train.checkpoint_io import WholeFileIO
 from offramp.train.pipeline.registration import register_strategy
 from offramp.train.recipe import PLAN, RecipeArguments, import_object, load_recipe, parse_command_line
 from offramp.train.recipe_errors import explained
 from offramp.train.tracking.logger import OfframpMLFlowLogger
 from offramp.train.tracking.recorder import RunRecorder, Termination
+from offramp.train.training_checkpoint import damage
 
 Stage = Literal["fit", "validate", "test"]
 
@@ -154,18 +156,28 @@ def _run_trainer(stage: Stage, cli: RecipeCLI, checkpoint: str | None) -> None:
 
 
 def last_checkpoint(trainer: pl.Trainer) -> str | None:
-    """The newest complete checkpoint in the trainer's checkpoint directory; None says that there is none yet.
+    """The newest whole checkpoint in the trainer's checkpoint directory; None says that there is none yet.
 
     Lightning's own "last" finds only files that are named so.
+
+    Raises:
+        OfframpError: there are some, and none is whole. That is no reason to begin anew without a word.
     """
     callback = trainer.checkpoint_callback
     directory = Path(getattr(callback, "dirpath", None) or Path(trainer.default_root_dir) / "checkpoints")
-    # The pipeline writes a directory, and the record in it when the rest is written.
-    complete = [path for path in directory.glob("*.ckpt") if path.is_file() or (path / RECORD_FILE).is_file()]
-    if not complete:
-        rank_zero_info(f"no checkpoint in {directory} yet; starting from the beginning")
-        return None
-    return str(max(complete, key=lambda path: path.stat().st_mtime))
+    found = sorted(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in found:
+        # Of what the pipeline wrote, all ranks load what rank 0 finds, so one of them is enough to read it all.
+        reason = damage(path, read=rank_zero_only.rank == 0)
+        if reason is None:
+            return str(path)
+        rank_zero_warn(f"{path} is left out, because {reason}; the one before it is taken")
+    if found:
+        raise OfframpError(
+            f"none of the {len(found)} checkpoints in {directory} is whole; move them away to start from the beginning."
+        )
+    rank_zero_info(f"no checkpoint in {directory} yet; starting from the beginning")
+    return None
 
 
 def check_checkpoint(checkpoint: str, trainer: pl.Trainer) -> None:
@@ -240,6 +252,8 @@ def build(arguments: RecipeArguments) -> RecipeCLI:
     with explained(recipe):
         cli = RecipeCLI(recipe)
     trainer = cli.trainer
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # and not one that the recipe names
+        trainer.strategy.checkpoint_io = WholeFileIO()
     for callback in cast("list[pl.Callback]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             # Lightning's choice depends on the logger's run id, so that a resumed run could not find its checkpoints.

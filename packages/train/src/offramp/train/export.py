@@ -28,13 +28,12 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.common.hf import read_json, read_tensors
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.training_checkpoint import RECORD_FILE, damage
 
 RECORD = "offramp"
 """Key of the record in a Lightning file."""
-RECORD_FILE = "offramp.json"
-"""The record in a directory of `deepspeed_pipeline`, written last."""
 STAGES = "checkpoint"
-"""Its folder with the stages."""
+"""In a directory of `deepspeed_pipeline`, the folder with the stages."""
 MODEL_PREFIX = "model."
 """What stands before the parameters' names in a Lightning file."""
 
@@ -164,6 +163,8 @@ def _read_directory(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise OfframpError(
             f"{path} has no {RECORD_FILE}; it is not a checkpoint of deepspeed_pipeline, or writing it was cut short."
         )
+    if reason := damage(path):
+        raise OfframpError(f"{path} is damaged: {reason}; export another checkpoint.")
     return read_json(path / RECORD_FILE), read_stages(path / STAGES)
 
 

@@ -36,6 +36,7 @@ from offramp.train.fill_aware import check_probabilities, draw_exit_depths
 from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader
 from offramp.train.optim import OptimizerConfig, make_optimizer
 from offramp.train.pipeline.registration import register_strategy
+from offramp.train.random_state import RandomStates
 
 register_strategy()
 
@@ -164,6 +165,12 @@ class MultiExitModule(pl.LightningModule):
         total = int(self.trainer.estimated_stepping_batches)
         optimizer, scheduler = make_optimizer(parameters, self.optimizer_config, total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @override
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """What belongs to every run."""
+        known = any(isinstance(callback, RandomStates) for callback in getattr(self.trainer, "callbacks"))  # noqa: B009
+        return [] if known else [RandomStates()]
 
     # ---- steps without a pipeline
 

@@ -48,7 +48,7 @@ class StateBatch(NamedTuple):
 
 
 class StateLoader:
-    """Cached states in a new order every epoch.
+    """Cached states in a new order every epoch; a resumed run goes on with the batch after its last.
 
     Args:
         states: of all tokens of this rank.
@@ -59,18 +59,41 @@ class StateLoader:
 
     def __init__(self, states: StateBatch, batch_size: int, num_batches: int, seed: int) -> None:
         self.states, self.batch_size, self.num_batches, self.seed = states, batch_size, num_batches, seed
-        self._epoch = 0
+        self._epoch = self._batch = 0  # of the batch that comes next
 
     def __len__(self) -> int:
         return self.num_batches
 
     def __iter__(self) -> Iterator[StateBatch]:
+        if self._batch == self.num_batches:
+            self._epoch, self._batch = self._epoch + 1, 0
         generator = torch.Generator().manual_seed(self.seed + self._epoch)
-        self._epoch += 1
         order = torch.randperm(len(self.states.final), generator=generator)
-        for batch in range(self.num_batches):
+        for batch in range(self._batch, self.num_batches):
             rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            self._batch = batch + 1
             yield StateBatch(self.states.exits[rows], self.states.final[rows])
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what it was a position in."""
+        return {"epoch": self._epoch, "batch": self._batch, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue at a position.
+
+        Raises:
+            OfframpError: the states are others, or are cut into other batches.
+        """
+        for key, value in self._identity().items():
+            if state.get(key) != value:
+                raise OfframpError(
+                    f"cannot resume priming: {key} was {state.get(key)} and is {value}; restore the data settings, or "
+                    "start a new run from the exported heads."
+                )
+        self._epoch, self._batch = state["epoch"], state["batch"]
+
+    def _identity(self) -> dict[str, int]:
+        return {"states": len(self.states.final), "batch_size": self.batch_size, "seed": self.seed}
 
 
 class ExitPrimingModule(MultiExitModule):

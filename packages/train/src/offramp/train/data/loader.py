@@ -62,6 +62,21 @@ class _BatchSampler(NamedTuple):
     batch_size: int
 
 
+class Taken(NamedTuple):
+    """A batch that was handed out.
+
+    Attributes:
+        epoch: from 0.
+        batch: number within the epoch, from 0.
+        samples: of all data-parallel ranks, in the order of their rows: numbers of examples, or of rows since the epoch
+            began where the data are streamed.
+    """
+
+    epoch: int
+    batch: int
+    samples: list[int]
+
+
 class BatchLoader(ABC):
     """What both loaders have in common: the position.
 
@@ -112,6 +127,11 @@ class BatchLoader(ABC):
             )
         self._start(int(state["epoch"]), int(state["batch"]))
 
+    def last_taken(self) -> Taken:
+        """The batch that was taken last."""
+        batch = self._taken() - 1
+        return Taken(self._epoch, batch, self._samples(self._epoch, batch))
+
     def __iter__(self) -> Iterator[TokenBatch]:
         # A generator on purpose: Lightning calls iter() before set_epoch(), and nothing may be decided until then.
         if self._handed_out > self._resume_at:
@@ -131,6 +151,10 @@ class BatchLoader(ABC):
     @abstractmethod
     def _at_end(self, batch: int) -> bool:
         """Whether the epoch has no more than `batch` batches."""
+
+    @abstractmethod
+    def _samples(self, epoch: int, batch: int) -> list[int]:
+        """Samples of a batch, see `Taken`."""
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[TokenBatch]:
@@ -188,6 +212,7 @@ class MapLoader(BatchLoader):
         self.num_rows = len(self._rows.plan)
         identity = {"rows": self.num_rows, "seed": seed, "shuffle": shuffle, "examples": fingerprint}
         super().__init__(share, identity)
+        self._order: tuple[int, np.ndarray] | None = None  # of one epoch
         self._collate = partial(collate, capacity=capacity, pad_id=pad_id)
         self._shuffle, self._drop_last, self._seed, self._num_workers = shuffle, drop_last, seed, num_workers
         if drop_last and self.num_rows < share.step_size:
@@ -203,14 +228,23 @@ class MapLoader(BatchLoader):
 
     def row_numbers(self, epoch: int) -> list[list[int]]:
         """For every batch of an epoch, this rank's rows (`EMPTY_ROW` where there is none)."""
-        rows = np.arange(self.num_rows)
-        if self._shuffle:
-            rows = np.random.default_rng([self._seed, epoch]).permutation(rows)
-        step = self.share.step_size
-        padded = np.full(len(self) * step, EMPTY_ROW)
-        used = min(len(rows), len(padded))
-        padded[:used] = rows[:used]
-        return [list(map(int, self.share.of(padded[i : i + step]))) for i in range(0, len(padded), step)]  # pyright: ignore[reportArgumentType]
+        return [list(map(int, self.share.of(step))) for step in self._steps(epoch)]  # pyright: ignore[reportArgumentType]
+
+    def _steps(self, epoch: int) -> np.ndarray:
+        """[batches, rows of a step] the rows of all ranks."""
+        if self._order is None or self._order[0] != epoch:
+            rows = np.arange(self.num_rows)
+            if self._shuffle:
+                rows = np.random.default_rng([self._seed, epoch]).permutation(rows)
+            padded = np.full(len(self) * self.share.step_size, EMPTY_ROW)
+            used = min(len(rows), len(padded))
+            padded[:used] = rows[:used]
+            self._order = epoch, padded.reshape(len(self), self.share.step_size)
+        return self._order[1]
+
+    def _samples(self, epoch: int, batch: int) -> list[int]:
+        rows = [int(row) for row in self._steps(epoch)[batch] if row != EMPTY_ROW]
+        return [int(example) for row in rows for example in self._rows.plan[row]]
 
     def _at_end(self, batch: int) -> bool:
         return batch >= len(self)
@@ -222,6 +256,8 @@ class MapLoader(BatchLoader):
             collate_fn=self._collate,
             num_workers=self._num_workers,
             pin_memory=torch.cuda.is_available(),
+            # It draws a seed for its workers. From the global generator, that would be once more in a resumed run.
+            generator=torch.Generator().manual_seed(self._seed),
         )
 
 
@@ -284,6 +320,9 @@ class StreamLoader(BatchLoader):
     def _taken(self) -> int:
         return self._marked if self._count_taken else self._handed_out
 
+    def _samples(self, epoch: int, batch: int) -> list[int]:
+        return list(range(batch * self.share.step_size, (batch + 1) * self.share.step_size))
+
     def _at_end(self, batch: int) -> bool:
         return self._ended and batch >= self._handed_out
 
@@ -292,7 +331,8 @@ class StreamLoader(BatchLoader):
         if self._num_workers == 0:
             yield from make()
         else:
-            yield from DataLoader(_StreamedBatches(make), batch_size=None, num_workers=1)
+            generator = torch.Generator()  # see `MapLoader`
+            yield from DataLoader(_StreamedBatches(make), batch_size=None, num_workers=1, generator=generator)
 
     def _read(self, epoch: int, start: int) -> Iterator[TokenBatch]:
         step: list[list[Example]] = []

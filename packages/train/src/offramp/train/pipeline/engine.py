@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from offramp.common.model.attention import Layout
@@ -44,9 +43,6 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-
-WEIGHTS = "stage_{:02d}.safetensors"
-"""Name of the weights of one stage in a checkpoint; `offramp.train.export` reads them."""
 
 
 class StageModule(PipelineModule):
@@ -103,24 +99,23 @@ class StageModule(PipelineModule):
         pairs = [(self.stage.get_parameter(name), tie["group"]) for name, tie in self.tied_comms.items()]
         return [(parameter, group) for parameter, group in pairs if parameter.requires_grad]
 
-    def save_state_dict(self, save_dir: str, checkpoint_engine: Any, exclude_frozen_params: bool = False) -> None:
-        """Write this stage's parameters as safetensors; a shared one is written by its owner alone."""
-        if self._grid.data_parallel_id != 0:
-            return
+    def owned_names(self) -> set[str]:
+        """Names of the parameters that this stage writes into a checkpoint: a shared one is written by its owner."""
         others = {name for name, stages in self._plan.shared.items() if stages[0] != self.stage.index}
-        tensors = {
-            name: tensor.detach().cpu().contiguous()
-            for name, tensor in self.stage.state_dict().items()
-            if name not in others
-        }
-        Path(save_dir).mkdir(parents=True, exist_ok=True)
-        save_file(tensors, Path(save_dir) / WEIGHTS.format(self.stage.index), metadata={"format": "pt"})
+        return self.stage.state_dict().keys() - others
 
-    def load_state_dir(self, load_dir: str, checkpoint_engine: Any, strict: bool = True) -> None:
-        """Read this stage's parameters from a checkpoint of any number of stages."""
+    def owned_tensors(self) -> dict[str, Tensor]:
+        """The parameters of `owned_names`, on CPU."""
+        own = self.owned_names()
+        return {
+            name: tensor.detach().cpu().contiguous() for name, tensor in self.stage.state_dict().items() if name in own
+        }
+
+    def load_stages(self, directory: Path) -> None:
+        """Read this stage's parameters from the files of any number of stages."""
         wanted = self.stage.state_dict().keys()
-        found = {name: tensor for name, tensor in read_stages(Path(load_dir)).items() if name in wanted}
-        self.stage.load_state_dict(found, strict=strict)
+        found = {name: tensor for name, tensor in read_stages(directory).items() if name in wanted}
+        self.stage.load_state_dict(found)
 
 
 class EarlyExitPipelineEngine(PipelineEngine):

@@ -16,7 +16,6 @@ Legend: S stages.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from contextlib import contextmanager
@@ -35,8 +34,9 @@ from typing_extensions import override
 from offramp.common.errors import OfframpError
 from offramp.common.hf import read_json
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.train.export import RECORD, RECORD_FILE, STAGES
+from offramp.train.export import STAGES
 from offramp.train.module import MultiExitModule
+from offramp.train.pipeline import checkpoints
 from offramp.train.pipeline.costs import MicroBatchShape
 from offramp.train.pipeline.engine import EarlyExitPipelineEngine, StageModule, make_engine
 from offramp.train.pipeline.estimate import Estimator
@@ -45,6 +45,7 @@ from offramp.train.pipeline.registration import NAME, register_strategy
 from offramp.train.pipeline.report import stage_table
 from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages
 from offramp.train.pipeline.times import estimated, matrix_speed
+from offramp.train.training_checkpoint import FILES, RECORD_FILE, remove
 
 # isort: split
 from deepspeed import comm as dist
@@ -299,40 +300,37 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a directory: stages as safetensors, optimizer and loops as DeepSpeed does, and the record last."""
-        path = Path(self.broadcast(os.fspath(filepath)))
-        record = checkpoint[RECORD]
-        super().save_checkpoint(checkpoint, path, storage_options)
+        """Write a directory, whole or not at all; see `offramp.train.pipeline.checkpoints`."""
+        checkpoints.save(self.engine, checkpoint, Path(self.broadcast(os.fspath(filepath))), self._layout())
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a directory."""
         if self.is_global_zero:
-            record = {**record, "processes": self._layout(), "lightning": checkpoint["pytorch-lightning_version"]}
-            scratch = path / f".{RECORD_FILE}"
-            scratch.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            scratch.replace(path / RECORD_FILE)
-        self.barrier()
+            remove(Path(filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Resume, or load weights to evaluate them.
+        """Resume on any layout of processes, or load weights to evaluate them.
 
         Raises:
-            OfframpError: this is no checkpoint of this strategy, or it is to be resumed on another layout of processes.
+            OfframpError: this is no checkpoint of this strategy, or it is damaged.
         """
-        path = Path(checkpoint_path)
+        path = Path(self.broadcast(os.fspath(checkpoint_path)))
         if not (path / RECORD_FILE).is_file():
             raise OfframpError(
                 f"{path} is not a checkpoint of {NAME}; turn it into a checkpoint directory with 'offramp export' and "
                 "start from that."
             )
         record = read_json(path / RECORD_FILE)
+        checkpoints.verify(path, record.get(FILES, {}))
         if self.module.trainer.state.fn != TrainerFn.FITTING:
-            self.engine.module.load_state_dir(str(path / STAGES), None)
+            self.engine.module.load_stages(path / STAGES)
             return {"pytorch-lightning_version": record["lightning"], "state_dict": {}, "global_step": 0, "epoch": 0}
+        schedules = [config.scheduler for config in self.lr_scheduler_configs]
         if record["processes"] != self._layout():
-            raise OfframpError(
-                f"{path} was written by {record['processes']}, this run has {self._layout()}; resume on the same "
-                "layout, or start a new run from its weights ('offramp export')."
-            )
-        return super().load_checkpoint(path, weights_only)
+            rank_zero_info(f"{path} was written by {record['processes']}, and goes on with {self._layout()}")
+        return checkpoints.load(self.engine, path, schedules[0] if schedules else None)
 
     def _layout(self) -> dict[str, Any]:
         bounds = list(self.engine.module.stage.plan.bounds)
