@@ -254,13 +254,32 @@ def test_exits_are_replaced_only_when_told_to(tmp_path: Path) -> None:
     assert (copied.exits, copied.policy) == (before.exits, before.policy)
     assert (tmp_path / "copy/exits.safetensors").read_bytes() == (source / "exits.safetensors").read_bytes()
     new = NewExits(ExitConfig((2,), "mlp", tied=False))
-    with pytest.raises(OfframpError, match=r"already has exits at \[1, 3\]; add --replace-exits"):
-        import_model(str(source), tmp_path / "out", exits=new)
+    for other, fault in (
+        (new, r"exits of kind norm, tied and the new ones are mlp, untied.*--replace-exits"),
+        (NewExits(ExitConfig((2, 3))), r"already has exits at \[3\]; name other layers"),
+    ):
+        with pytest.raises(OfframpError, match=fault):
+            import_model(str(source), tmp_path / "out", exits=other)
     import_model(str(source), tmp_path / "out", exits=new, replace_exits=True)
     after = load_checkpoint(tmp_path / "out")
     assert after.exits == new.config
     assert after.policy is None
     assert torch.equal(after.model.norm.weight, before.model.norm.weight)
+
+
+def test_exits_join_those_that_are_there(tmp_path: Path) -> None:
+    policy = ExitPolicy("margin", {1: 0.5})
+    source = tiny_checkpoint(tmp_path / "in", ExitConfig((1, 3), "adapter", adapter_dim=6), policy)
+    assert main([str(source), str(tmp_path / "out"), "--exits", "2", "--norm-scale", "0.5"]) == 0
+    before, after = load_checkpoint(source), load_checkpoint(tmp_path / "out")
+    assert after.exits == ExitConfig((1, 2, 3), "adapter", adapter_dim=6), "the kind that is there"
+    assert after.policy == policy, "thresholds of exits that stay as they are"
+    state = after.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.model.state_dict().items())
+    assert torch.equal(state["exits.2.norm.weight"], 0.5 * before.model.norm.weight)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    with pytest.raises(OfframpError, match="adapter of width 6, tied and the new ones are adapter, tied"):
+        main([str(source), str(tmp_path / "no"), "--exits", "2", "--head", "adapter"])
 
 
 def test_the_command_line_says_what_the_function_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,8 +80,8 @@ def test_every_recipe_loads_and_plans(path: Path, monkeypatch: pytest.MonkeyPatc
         "1.3b": 1.35e9,
         "7b": 6.7e9 + 0.26e9,
         "30b": 32.5e9 + 0.43e9,
-        "tune_llama-3-8b": 12.97e9,
-        "tune_qwen3-8b": 10.5e9,
+        "tune_llama-3-8b": 12.97e9 - 4 * 0.218e9,  # layers above the last exit are not there
+        "tune_qwen3-8b": 10.5e9 - 9 * 0.193e9,
     }
     if path.stem in totals:
         parameters = sum(p.numel() for p in planned.estimator.model.parameters())
@@ -191,6 +191,13 @@ def test_a_frozen_backbone_costs_no_backward_pass(tmp_path: Path, model: Path) -
     upper = plan_recipe([write(tmp_path, model, module={"freeze": ["embed_tokens", "layers.0", "layers.1"]})], [TFLOPS])
     unit = upper.estimator.times.layer.backward
     assert [work.backward for work in upper.estimator.works()] == pytest.approx([0, 0, unit / 2, unit])
+
+
+def test_layers_above_the_last_trained_exit_cost_nothing(tmp_path: Path, model: Path) -> None:
+    tuned = {"freeze": ["backbone"], "final_weight": 0.0}
+    planned = plan_recipe([write(tmp_path, model, {"pipe": 2}, tuned, plan={"tflops": 1})])
+    assert planned.record()["stages"][-1]["layers"] == [2, 2]
+    assert [stage["exits"] for stage in planned.record()["stages"]] == [[], [1, 2]]
 
 
 def test_shared_parameters_forbid_filling(tmp_path: Path) -> None:

@@ -81,6 +81,26 @@ def test_bounds_that_leave_a_stage_empty_are_refused(bounds: list[int]) -> None:
         plan_stages(model.config, model.exit_config, 2, bounds)
 
 
+def test_stages_end_at_the_last_layer_that_runs() -> None:
+    # Three blocks' worth of vocabulary at each exit that is there: three blocks and an exit, or three blocks and two.
+    model = tiny_model(ExitConfig((3, 6, 7), head="bare"), num_hidden_layers=8, vocab_size=816)
+    model.drop_layers_above(6)
+    plan = plan_stages(model.config, model.exit_config, 2, depth=6)
+    assert plan.bounds == (0, 4, 6)
+    assert (plan.exits_of(0), plan.exits_of(1)) == ((3,), (6,))
+    ids = torch.arange(12).view(1, 12)
+    layout = model.layout(ids)
+    first, last = Stage(model, plan, 0), Stage(model, plan, 1)
+    _, states = last(first(ids, layout)[0], layout)
+    expected = model(ids, layout, exits=[6])
+    assert torch.equal(states[6], expected.hidden_states[6])
+    assert not any(name.startswith("norm") for name in {**first.state_dict(), **last.state_dict()})
+    same = plan_stages(model.config, model.exit_config, 2, exit_placement="same_stage", depth=6)
+    assert (same.exits_of(0), same.exits_of(1)) == ((3,), (6,))
+    with pytest.raises(OfframpError, match="6 layers below the last exit cannot be divided into 7 stages"):
+        plan_stages(model.config, model.exit_config, 7, depth=6)
+
+
 def test_more_stages_than_layers_are_refused() -> None:
     model = tiny_model()
     with pytest.raises(OfframpError, match="4 layers cannot be divided into 5 stages"):

@@ -30,7 +30,7 @@ from torch import Tensor
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
-from offramp.common.hf import read_json, read_tensors, read_weights, weight_files, write_weights
+from offramp.common.hf import INDEX, SINGLE, read_json, read_tensors, read_weights, weight_files, write_weights
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 
@@ -62,6 +62,7 @@ class Checkpoint:
         calibration: how the policy was found.
         provenance: where the weights come from (run id, config hash, data, ...).
         path: the directory, absent for a model made in memory.
+        sha256: of the files with weights, by name, where `exits.json` lists them.
     """
 
     model: MultiExitTransformer
@@ -70,6 +71,7 @@ class Checkpoint:
     calibration: dict[str, Any] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
+    sha256: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> ModelConfig:
@@ -97,6 +99,7 @@ def load_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     exits: ExitConfig | None = None,
+    depth: int | None = None,
     verify: bool = True,
 ) -> Checkpoint:
     """Load a checkpoint directory, or a plain Hugging Face one (a model without early exits).
@@ -106,6 +109,7 @@ def load_checkpoint(
         dtype: convert weights; as stored if None (the narrowest type that loses nothing if files hold several).
         exits: declare exits that need no weights of their own (head `final` or `bare`, tied) on a plain directory, as
             for LayerSkip models, whose exits share the final norm and head.
+        depth: read layers 1 .. `depth` and the exits they reach only; see `MultiExitTransformer.drop_layers_above`.
         verify: compare the hashes in `exits.json`.
 
     Raises:
@@ -125,11 +129,16 @@ def load_checkpoint(
             f"{directory} already has exits at {list(own.layers)} ({EXITS_JSON}); leave out the ones declared."
         )
     exits = exits if exits is not None else own  # a record without exits only says where the weights come from
-    weights = read_weights(directory, config.tie_word_embeddings)
-    if (directory / EXITS_WEIGHTS).is_file():
-        weights |= _read_exit_weights(directory / EXITS_WEIGHTS)
     with torch.device("meta"):
         model = MultiExitTransformer(config, exits)
+    above: tuple[str, ...] = ()
+    if depth is not None:
+        model.drop_layers_above(depth)
+        above = names_above(model)
+    weights = read_weights(directory, config.tie_word_embeddings, lambda name: not name.startswith(above))
+    if (directory / EXITS_WEIGHTS).is_file():
+        heads = _read_exit_weights(directory / EXITS_WEIGHTS)
+        weights |= {name: tensor for name, tensor in heads.items() if not name.startswith(above)}
     _check_tensors(directory, model, weights)
     model.load_state_dict(weights, assign=True)
     policy = ExitPolicy.from_json(record["policy"]) if record.get("policy") else None
@@ -143,7 +152,14 @@ def load_checkpoint(
         calibration=record.get("calibration"),
         provenance=record.get("provenance", {}),
         path=directory,
+        sha256=record.get("sha256") or {},
     )
+
+
+def names_above(model: MultiExitTransformer) -> tuple[str, ...]:
+    """What the names of parameters begin with that belong to layers or exits which `model` dropped."""
+    layers = [f"layers.{index}." for index in range(model.depth, model.config.num_layers)]
+    return (*layers, *(f"exits.{layer}." for layer in model.exit_config.layers if layer > model.depth))
 
 
 def save_checkpoint(
@@ -151,6 +167,7 @@ def save_checkpoint(
     checkpoint: Checkpoint,
     *,
     assets: str | os.PathLike[str] | None = None,
+    backbone: Path | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a checkpoint directory; it appears whole or not at all.
@@ -159,18 +176,23 @@ def save_checkpoint(
         path: directory to create.
         checkpoint: what to write.
         assets: directory to copy tokenizer and generation files from; the checkpoint's own path if None.
+        backbone: directory whose files of backbone weights, which are the checkpoint's, are copied to the bit.
         overwrite: replace an existing checkpoint directory.
     """
     target = Path(path)
     source = Path(assets) if assets is not None else checkpoint.path
     with _replacing(target, overwrite) as scratch:
         state = checkpoint.model.state_dict()
-        backbone = {name: tensor for name, tensor in state.items() if not name.startswith(_EXIT_PREFIX)}
         heads = {name: tensor.cpu().contiguous() for name, tensor in state.items() if name.startswith(_EXIT_PREFIX)}
-        write_weights(scratch, backbone)
+        if backbone is None:
+            write_weights(scratch, {name: tensor for name, tensor in state.items() if name not in heads})
+        else:
+            files = weight_files(backbone)
+            for file in files if files[0].name == SINGLE else [*files, backbone / INDEX]:
+                shutil.copyfile(file, scratch / file.name)
         # Both names of the field are read by transformers; the one that is there is kept, so that config.json is too.
         field = "torch_dtype" if "torch_dtype" in checkpoint.hf_config else "dtype"
-        hf_config = {**checkpoint.hf_config, field: str(backbone["norm.weight"].dtype).removeprefix("torch.")}
+        hf_config = {**checkpoint.hf_config, field: str(state["norm.weight"].dtype).removeprefix("torch.")}
         (scratch / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
         if heads:
             save_file(heads, scratch / EXITS_WEIGHTS, metadata={"format": "pt"})
@@ -192,7 +214,7 @@ def write_record(directory: Path, checkpoint: Checkpoint) -> None:
         "policy": checkpoint.policy.to_json() if checkpoint.policy else None,
         "calibration": checkpoint.calibration,
         "provenance": checkpoint.provenance,
-        "sha256": {file.name: sha256(file) for file in _hashed_files(directory)},
+        "sha256": {file.name: sha256(file) for file in hashed_files(directory)},
     }
     text = json.dumps(record, indent=2) + "\n"
     scratch = directory / f".{EXITS_JSON}.{os.getpid()}"
@@ -200,7 +222,7 @@ def write_record(directory: Path, checkpoint: Checkpoint) -> None:
     scratch.replace(directory / EXITS_JSON)
 
 
-def _hashed_files(directory: Path) -> list[Path]:
+def hashed_files(directory: Path) -> list[Path]:
     """Every file with weights."""
     heads = directory / EXITS_WEIGHTS
     return [*weight_files(directory), *([heads] if heads.is_file() else [])]
@@ -236,7 +258,7 @@ def _check_hashes(directory: Path, hashes: Any) -> None:
     path = directory / EXITS_JSON
     if not isinstance(hashes, dict):
         raise OfframpError(f"{path} lacks the section 'sha256', so nobody knows its weights; export it again.")
-    files = _hashed_files(directory)
+    files = hashed_files(directory)
     for name, expected in hashes.items():
         file = directory / name
         if not file.is_file():

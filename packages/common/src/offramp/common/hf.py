@@ -6,7 +6,7 @@ Our parameter names are Hugging Face's without the leading `model.`, so the mapp
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,29 +58,31 @@ def weight_files(directory: Path) -> list[Path]:
     raise OfframpError(f"{directory} holds neither {SINGLE} nor {INDEX}; it is not a complete checkpoint directory.")
 
 
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file."""
+def read_tensors(file: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; those alone whose names are `wanted`, if that is given."""
     try:
         with safe_open(file, framework="pt") as handle:
-            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
+            names = [name for name in handle.keys() if wanted is None or wanted(name)]  # noqa: SIM118 - not a dict
+            return {name: handle.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as fault:
         raise OfframpError(
             f"{file} cannot be read as safetensors: {fault}; it may be cut short, copy it again."
         ) from None
 
 
-def read_weights(directory: Path, tied: bool) -> dict[str, Tensor]:
+def read_weights(directory: Path, tied: bool, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
     """Backbone weights under our names.
 
     Args:
         directory: with `model.safetensors` or shards.
         tied: the config says that the unembedding is the embedding; a stored copy must then be equal.
+        wanted: which of our names to read; None is all of them.
     """
     weights: dict[str, Tensor] = {}
     for file in weight_files(directory):
-        for name, tensor in read_tensors(file).items():
+        for name, tensor in read_tensors(file, lambda name: wanted is None or wanted(_own_name(name))).items():
             if not name.endswith(_DERIVED):
-                weights[name.removeprefix("model.")] = tensor
+                weights[_own_name(name)] = tensor
     if tied and "lm_head.weight" in weights:
         head = weights.pop("lm_head.weight")
         if "embed_tokens.weight" in weights and not torch.equal(head, weights["embed_tokens.weight"]):
@@ -89,6 +91,10 @@ def read_weights(directory: Path, tied: bool) -> dict[str, Tensor]:
                 "tie_word_embeddings to false in config.json."
             )
     return weights
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix("model.")
 
 
 def write_weights(directory: Path, weights: Mapping[str, Tensor], max_shard_size: str = "5GB") -> None:

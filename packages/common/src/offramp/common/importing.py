@@ -9,17 +9,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
-from offramp.common.checkpoint import DTYPES, Checkpoint, load_checkpoint, save_checkpoint
+from offramp.common.checkpoint import DTYPES, EXITS_JSON, Checkpoint, load_checkpoint, save_checkpoint
 from offramp.common.command import run_typer
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig, HeadKind
+from offramp.common.hf import read_json
 from offramp.common.model.transformer import MultiExitTransformer
 
 Init = Literal["copy", "random"]
@@ -68,7 +69,7 @@ def import_model(
         source: a directory, a GGUF file, an installed package that carries one, or a name on the Hugging Face hub; the
             first that exists, in this order.
         out: directory to write.
-        exits: exits to add; None keeps the model, and exits it may have, as they are.
+        exits: exits to add, beside those of the same kind that the source may have; None adds none.
         replace_exits: drop the exits, the policy and the calibration that the source already has.
         dtype: convert weights; as stored if None, dequantised weights in fp32.
         overwrite: replace `out` if it is a checkpoint directory.
@@ -77,17 +78,17 @@ def import_model(
         What was written.
 
     Raises:
-        OfframpError: the source cannot be found or is not supported, it has exits and `replace_exits` is not given, or
-            `out` is in the way.
+        OfframpError: the source cannot be found or is not supported, it has exits at the same layers or of another kind
+            and `replace_exits` is not given, or `out` is in the way.
     """
     with _resolve(source) as (checkpoint, provenance):
         if exits is not None:
-            if checkpoint.exits.layers and not replace_exits:
-                raise OfframpError(
-                    f"{source} already has exits at {list(checkpoint.exits.layers)}; add --replace-exits to drop them."
-                )
-            checkpoint.model = _with_exits(checkpoint.model, exits)
-            checkpoint.policy = checkpoint.calibration = None
+            if replace_exits:
+                checkpoint.policy = checkpoint.calibration = None
+            else:
+                _check_fit(source, checkpoint.exits, exits.config)
+            kept = () if replace_exits else checkpoint.exits.layers
+            checkpoint.model = _with_exits(checkpoint.model, exits, kept)
             provenance |= {"exits_init": exits.init, "norm_scale": exits.norm_scale, "seed": exits.seed}
         checkpoint.model.to(dtype)
         # A plain model that is only copied stays a plain directory.
@@ -157,15 +158,34 @@ def _download(name: str) -> Path:
         ) from None
 
 
-def _with_exits(model: MultiExitTransformer, exits: NewExits) -> MultiExitTransformer:
-    """The same backbone, its tensors shared, with fresh exits."""
+def _check_fit(source: str, old: ExitConfig, new: ExitConfig) -> None:
+    """Whether new exits can stand beside those that are there: at other layers, and of the same kind."""
+    if both := sorted(set(old.layers) & set(new.layers)):
+        raise OfframpError(
+            f"{source} already has exits at {both}; name other layers to add to its exits at {list(old.layers)}, or "
+            "drop those with --replace-exits."
+        )
+    if old.layers and replace(old, layers=()) != replace(new, layers=()):
+        raise OfframpError(
+            f"{source} has exits of kind {old.describe()} and the new ones are {new.describe()}, but a model has one "
+            "kind; add exits of the same kind, or drop the old ones with --replace-exits."
+        )
+
+
+def _with_exits(model: MultiExitTransformer, exits: NewExits, kept: tuple[int, ...]) -> MultiExitTransformer:
+    """The same backbone and the exits `kept`, their tensors shared, with fresh exits."""
     exits.config.check(model.config.num_layers)
-    backbone = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("exits.")}
+    shared = ("embed_tokens.", "layers.", "norm.", "lm_head.", *(f"exits.{layer}." for layer in kept))
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(shared)}
+    config = replace(exits.config, layers=tuple(sorted({*kept, *exits.config.layers})))
     with torch.device("meta"):
-        grown = MultiExitTransformer(model.config, exits.config)
-    grown.load_state_dict(backbone, strict=False, assign=True)
-    grown.exits.to_empty(device="cpu").to(backbone["norm.weight"].dtype)
+        grown = MultiExitTransformer(model.config, config)
+    grown.load_state_dict(
+        {name: weights[name] for name in weights if not name.startswith("exits.")}, strict=False, assign=True
+    )
+    grown.exits.to_empty(device="cpu").to(weights["norm.weight"].dtype)
     grown.initialise_exits(exits.init, exits.norm_scale, torch.Generator().manual_seed(exits.seed))
+    grown.load_state_dict(weights, strict=False, assign=True)
     return grown.eval()
 
 
@@ -177,7 +197,8 @@ app = typer.Typer(add_completion=False)
 
 
 # What means something only beside --exits; elsewhere it would be dropped without a word.
-_ABOUT_NEW_EXITS = ("head", "adapter_dim", "untied", "init", "norm_scale", "seed", "replace_exits")
+_KIND = ("head", "adapter_dim", "untied")
+_ABOUT_NEW_EXITS = (*_KIND, "init", "norm_scale", "seed", "replace_exits")
 
 
 @app.command()
@@ -191,7 +212,11 @@ def command(
     ],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
     exits: Annotated[
-        str | None, typer.Option(help="Exit layers to add, counted from 1: `10,20` exits after 10 and after 20 layers.")
+        str | None,
+        typer.Option(
+            help="Exit layers to add, counted from 1: `10,20` exits after 10 and after 20 layers. They join exits that "
+            "SOURCE has, as ones of the same kind."
+        ),
     ] = None,
     head: Annotated[HeadKind, typer.Option(help="What stands before the unembedding of an exit.")] = "norm",
     adapter_dim: Annotated[
@@ -221,11 +246,14 @@ def command(
     new = None
     if exits is None:
         for name in _ABOUT_NEW_EXITS:
-            if (source_of := context.get_parameter_source(name)) is not None and source_of.name == "COMMANDLINE":
+            if _is_given(context, name):
                 option = f"--{name.replace('_', '-')}"
                 raise typer.BadParameter("it describes new exits; say which with --exits", param_hint=option)
     else:
         config = ExitConfig(_layers(exits), head, not untied, adapter_dim)
+        own = None if replace_exits else _own_exits(source)
+        if own is not None and not any(_is_given(context, name) for name in _KIND):
+            config = replace(own, layers=config.layers)
         new = NewExits(config, init, norm_scale, seed)
     made = import_model(
         source, out, exits=new, replace_exits=replace_exits, dtype=DTYPES[dtype] if dtype else None, overwrite=overwrite
@@ -260,6 +288,18 @@ def command(
 def main(argv: list[str]) -> int:
     """`offramp import`."""
     return run_typer(app, "import", argv)
+
+
+def _is_given(context: typer.Context, option: str) -> bool:
+    where = context.get_parameter_source(option)
+    return where is not None and where.name == "COMMANDLINE"
+
+
+def _own_exits(source: str) -> ExitConfig | None:
+    """The exits of a checkpoint directory."""
+    record = Path(source).expanduser() / EXITS_JSON
+    own = ExitConfig.from_json(read_json(record)["exits"]) if record.is_file() else ExitConfig()
+    return own if own.layers else None
 
 
 def _layers(text: str) -> tuple[int, ...]:

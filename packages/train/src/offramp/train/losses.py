@@ -87,10 +87,19 @@ class Objective:
         return self.layers[-1]
 
     @property
+    def deepest(self) -> int:
+        """The deepest exit layer with a weight: layers above it learn nothing."""
+        return max(layer for layer, weight in self.weights.items() if weight > 0)
+
+    @property
+    def depth(self) -> int:
+        """Layers that have to run: up to the deepest exit with a weight, or all for the teacher of distillation."""
+        return self.final_layer if self.distill > 0.0 else self.deepest
+
+    @property
     def trained_layers(self) -> tuple[int, ...]:
-        """Exit layers up to the deepest one with a weight: layers above it learn nothing and need not run."""
-        deepest = max(layer for layer, weight in self.weights.items() if weight > 0)
-        return tuple(layer for layer in self.layers if layer <= deepest)
+        """Exit layers up to `depth`."""
+        return tuple(layer for layer in self.layers if layer <= self.depth)
 
     def counts(self, batch: MicroBatch) -> Tensor:
         """[X] float64: trained tokens of each exit."""

@@ -51,8 +51,8 @@ class MultiExitModule(pl.LightningModule):
     Args:
         checkpoint: directory with `config.json`, `exits.json` and, unless `from_scratch`, weights.
         exit_weights: weight of each early exit in the loss, in the order of their layers; 0.3 each if None.
-        final_weight: weight of the final exit. Layers above the deepest exit with a weight are frozen and, without a
-            pipeline, not run while training.
+        final_weight: weight of the final exit. Layers above the deepest exit with a weight are frozen, and neither
+            loaded nor run, unless weights are drawn (`from_scratch`) or the final exit teaches (`distill`).
         distill: share of the divergence to the final exit in the loss of early exits, 0 to 1. Under
             `deepspeed_pipeline` only where all exits lie on the last stage, since others do not see the final logits.
         fill_aware: exit layer -> probability that a target token is frozen there while training; see
@@ -102,11 +102,14 @@ class MultiExitModule(pl.LightningModule):
         """Load the weights; under `deepspeed_pipeline`, keep this stage's part of them."""
         if self._source is not None:
             return
-        self._source = source = self._load()
+        config, exits = self._configs()
+        self._objective = make_objective(
+            exits.layers, config.num_layers, self.exit_weights, self.final_weight, self.distill
+        )
+        self._source = source = self._load(config, exits)
         model = source.model.train()
-        self._objective = self._make_objective(model.exit_config.layers, model.config.num_layers)
         check_probabilities(self.fill_aware, model.exit_config.layers)
-        freeze_parameters(model, [*self.freeze_patterns, *_untrained(model, self._objective)])
+        freeze_parameters(model, [*self.freeze_patterns, *untrained(model, self._objective)])
         if self.compile_layers:
             compiler = os.environ.get("CXX", "g++")
             if self.trainer.strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
@@ -128,7 +131,7 @@ class MultiExitModule(pl.LightningModule):
     @property
     def max_sequence_length(self) -> int:
         """Tokens that the model has positions for; known before it is loaded."""
-        return ModelConfig.from_hf(read_json(Path(self.checkpoint) / "config.json")).max_position_embeddings
+        return self._configs()[0].max_position_embeddings
 
     @property
     def source(self) -> Checkpoint:
@@ -207,7 +210,9 @@ class MultiExitModule(pl.LightningModule):
         """Add a batch to the sums of this evaluation."""
         micro = self.prepare(batch, training=False)
         sums = ExitSums(self.objective.layers, self.device)
-        for _ in self._losses(micro, torch.ones(len(self.objective.layers)), sums, self.objective.layers):
+        assert self.model is not None
+        reached = tuple(layer for layer in self.objective.layers if layer <= self.model.depth)
+        for _ in self._losses(micro, torch.ones(len(self.objective.layers)), sums, reached):
             pass
         sums.compare(sums.predictions.of(self.objective.final_layer))
         self.add_evaluated(sums)
@@ -322,31 +327,41 @@ class MultiExitModule(pl.LightningModule):
             "data": None if describe is None else describe(),
             "trained_with": type(self.trainer.strategy).__name__,
         }
-        checkpoint[RECORD] = make_record(self.source, self.exported_policy, provenance, settings)
+        depth = self.source.config.num_layers if self.from_scratch else self.objective.depth
+        checkpoint[RECORD] = make_record(self.source, self.exported_policy, provenance, settings, depth)
         if "hyper_parameters" in checkpoint:
             checkpoint["hyper_parameters"] = plain(checkpoint["hyper_parameters"])
 
-    def _load(self) -> Checkpoint:
-        if not self.from_scratch:
-            return load_checkpoint(self.checkpoint, dtype=torch.float32)
+    def _configs(self) -> tuple[ModelConfig, ExitConfig]:
         directory = Path(self.checkpoint)
-        hf_config = read_json(directory / "config.json")
+        if not directory.is_dir():
+            raise OfframpError(f"{directory} is not a directory; give a checkpoint directory.")
         exits = ExitConfig()
         if (directory / EXITS_JSON).is_file():
             exits = ExitConfig.from_json(read_json(directory / EXITS_JSON)["exits"])
-        with torch.device("cpu"):
-            model = MultiExitTransformer(ModelConfig.from_hf(hf_config), exits)
-            model.reset_parameters(torch.Generator().manual_seed(self.seed))
-        return Checkpoint(model, hf_config, path=directory)
+        return ModelConfig.from_hf(read_json(directory / "config.json")), exits
 
-    def _make_objective(self, early: tuple[int, ...], num_layers: int) -> Objective:
-        weights = [0.3] * len(early) if self.exit_weights is None else self.exit_weights
-        if len(weights) != len(early):
-            raise OfframpError(
-                f"exit_weights has {len(weights)} values, but {self.checkpoint} has {len(early)} early exits, at "
-                f"layers {list(early)}; give one for each."
-            )
-        return Objective({**dict(zip(early, weights, strict=True)), num_layers: self.final_weight}, self.distill)
+    def _load(self, config: ModelConfig, exits: ExitConfig) -> Checkpoint:
+        if not self.from_scratch:
+            return load_checkpoint(self.checkpoint, dtype=torch.float32, depth=self.objective.depth)
+        directory = Path(self.checkpoint)
+        with torch.device("cpu"):
+            model = MultiExitTransformer(config, exits)
+            model.reset_parameters(torch.Generator().manual_seed(self.seed))
+        return Checkpoint(model, read_json(directory / "config.json"), path=directory)
+
+
+def make_objective(
+    early: tuple[int, ...], num_layers: int, exit_weights: list[float] | None, final_weight: float, distill: float
+) -> Objective:
+    """The objective of a model with exits after the layers `early`; see `MultiExitModule`."""
+    weights = [0.3] * len(early) if exit_weights is None else exit_weights
+    if len(weights) != len(early):
+        raise OfframpError(
+            f"exit_weights has {len(weights)} values, but the checkpoint has {len(early)} early exits, at layers "
+            f"{list(early)}; give one for each."
+        )
+    return Objective({**dict(zip(early, weights, strict=True)), num_layers: final_weight}, distill)
 
 
 def freeze_parameters(model: MultiExitTransformer, patterns: list[str]) -> None:
@@ -366,11 +381,20 @@ def freeze_parameters(model: MultiExitTransformer, patterns: list[str]) -> None:
             parameter.requires_grad_(False)
 
 
-def _untrained(model: MultiExitTransformer, objective: Objective) -> list[str]:
+def untrained(model: MultiExitTransformer, objective: Objective) -> list[str]:
     """Names of modules that only exits without a weight would train."""
-    deepest = objective.trained_layers[-1]
-    names = [f"layers.{layer}" for layer in range(deepest, model.config.num_layers)]
-    return names + [f"exits.{layer}" for layer in model.exit_config.layers if layer > deepest]
+    names = [f"layers.{layer}" for layer in range(objective.deepest, model.depth)]
+    for layer in model.exit_config.layers:
+        if (
+            layer <= model.depth
+            and not objective.weights[layer]
+            and any(True for _ in model.exits[str(layer)].parameters())
+        ):
+            names.append(f"exits.{layer}")
+    if not objective.weights[objective.final_layer]:
+        names += ["norm"] if model.exit_config.head != "final" else []
+        names += ["lm_head"] if model.lm_head is not None and not model.exit_config.tied else []
+    return names
 
 
 def _names(pattern: str, name: str) -> bool:

@@ -23,7 +23,7 @@ from offramp.common.hf import read_json
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.cli import DEFAULT_CLASSES, EXIT_USAGE, read_configuration
-from offramp.train.module import freeze_parameters
+from offramp.train.module import freeze_parameters, make_objective, untrained
 from offramp.train.pipeline.costs import MicroBatchShape
 from offramp.train.pipeline.estimate import Estimator, Variant, compare
 from offramp.train.pipeline.registration import NAME
@@ -241,7 +241,7 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
     )
     bounds, placement = strategy.get("stage_bounds"), strategy.get("exit_placement", "next_stage")
     # The same call that the strategy makes, so that fit runs what is planned.
-    plan = plan_stages(model.config, model.exit_config, pipe, bounds, shape.labelled_share, placement)
+    plan = plan_stages(model.config, model.exit_config, pipe, bounds, shape.labelled_share, placement, model.depth)
     if module.get("fill_aware"):
         notes.append("fill_aware: tokens frozen at an exit still count as if all layers computed them.")
     times = _times(model, shape, machine)
@@ -304,7 +304,16 @@ def _model(section: Mapping[str, Any]) -> tuple[MultiExitTransformer, Mapping[st
         exits = ExitConfig.from_json(read_json(directory / EXITS_JSON)["exits"])
     with torch.device("meta"):
         model = MultiExitTransformer(config, exits)
-    freeze_parameters(model, list(arguments.get("freeze") or ()))
+    objective = make_objective(
+        exits.layers,
+        config.num_layers,
+        arguments.get("exit_weights"),
+        float(arguments.get("final_weight", 1.0)),
+        float(arguments.get("distill") or 0.0),
+    )
+    if not arguments.get("from_scratch"):
+        model.drop_layers_above(objective.depth)
+    freeze_parameters(model, [*(arguments.get("freeze") or ()), *untrained(model, objective)])
     return model, arguments
 
 

@@ -40,6 +40,11 @@ class ExitConfig:
         if list(self.layers) != sorted(set(self.layers)):
             raise OfframpError(f"exit layers {list(self.layers)} must be ascending and without duplicates.")
 
+    def describe(self) -> str:
+        """Its kind in words, whatever the layers."""
+        width = "" if self.adapter_dim is None else f" of width {self.adapter_dim}"
+        return f"{self.head}{width}, {'tied' if self.tied else 'untied'}"
+
     def check(self, num_layers: int) -> None:
         """Raise `OfframpError` unless every exit layer lies inside a model of `num_layers` layers."""
         wrong = [layer for layer in self.layers if not 1 <= layer < num_layers]

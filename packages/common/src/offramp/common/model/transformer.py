@@ -55,6 +55,18 @@ class MultiExitTransformer(nn.Module):
         self.exits = nn.ModuleDict({str(e): ExitHead(config, self.exit_config) for e in self.exit_config.layers})
 
     @property
+    def depth(self) -> int:
+        """Layers that are there: fewer than the model's own after `drop_layers_above`."""
+        return len(self.layers)
+
+    def drop_layers_above(self, depth: int) -> None:
+        """Keep layers 1 .. `depth` and the exits they reach, and lose the final exit; the configuration stays."""
+        self.layers = self.layers[:depth]
+        for exit_layer in self.exit_config.layers:
+            if exit_layer > depth:
+                del self.exits[str(exit_layer)]
+
+    @property
     def exit_layers(self) -> tuple[int, ...]:
         """All exits, the final one last."""
         return (*self.exit_config.layers, self.config.num_layers)

@@ -325,7 +325,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         if self.is_pipe_parallel:
             dist.all_reduce(squares, group=self.grid.get_pipe_parallel_group())
         self.grad_norm = float(squares.sqrt())
-        if 0.0 < self.gradient_clipping() < self.grad_norm:
+        if gradients and 0.0 < self.gradient_clipping() < self.grad_norm:
             scale = self.gradient_clipping() / (self.grad_norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
             torch._foreach_mul_([gradient for _, gradient in gradients], scale)
 

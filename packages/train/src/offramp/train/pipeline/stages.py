@@ -37,7 +37,8 @@ class StagePlan:
     Attributes:
         config: the model.
         exits: its early exits.
-        bounds: [S + 1] stage s runs layers `bounds[s]` + 1 .. `bounds[s + 1]`.
+        bounds: [S + 1] stage s runs layers `bounds[s]` + 1 .. `bounds[s + 1]`. Where they end before the last layer of
+            the model, what lies above is on no stage, nor is the final exit.
         exit_placement: of exits between two stages. The later stage holds the state anyway and has fewer micro-batches
             in flight (EE-LLM, section 3.2), so it is the default.
     """
@@ -53,13 +54,20 @@ class StagePlan:
         return len(self.bounds) - 1
 
     def exits_of(self, stage: int) -> tuple[int, ...]:
-        """Exit layers whose heads lie on a stage, the final exit on the last one."""
+        """Exit layers whose heads lie on a stage; what lies after the last layer that runs is the last one's."""
         start, stop = self.bounds[stage], self.bounds[stage + 1]
         if self.exit_placement == "same_stage":
             own = tuple(layer for layer in self.exits.layers if start < layer <= stop)
         else:
             own = tuple(layer for layer in self.exits.layers if start <= layer < stop)
-        return own if stage < self.num_stages - 1 else (*own, self.config.num_layers)
+        if stage < self.num_stages - 1:
+            return own
+        return tuple(layer for layer in (*self.exits.layers, self.config.num_layers) if layer in own or layer == stop)
+
+    @property
+    def depth(self) -> int:
+        """Layers that run."""
+        return self.bounds[-1]
 
     @cached_property
     def shared(self) -> dict[str, tuple[int, ...]]:
@@ -117,6 +125,7 @@ def plan_stages(
     bounds: Sequence[int] | None = None,
     labelled_share: float = 1.0,
     exit_placement: ExitPlacement = "next_stage",
+    depth: int | None = None,
 ) -> StagePlan:
     """Divide a model among stages.
 
@@ -127,25 +136,25 @@ def plan_stages(
         bounds: [S - 1] the last layer of every stage but the last; None balances the cost.
         labelled_share: see `layer_costs`.
         exit_placement: see `StagePlan`.
+        depth: layers that run, the last of them with an exit; all if None.
 
     Raises:
         OfframpError: there are fewer layers than stages, or the bounds leave a stage empty.
     """
-    if not 1 <= num_stages <= config.num_layers:
-        raise OfframpError(
-            f"a model of {config.num_layers} layers cannot be divided into {num_stages} stages; choose 1.."
-            f"{config.num_layers}."
-        )
+    depth = config.num_layers if depth is None else depth
+    if not 1 <= num_stages <= depth:
+        what = f"a model of {depth} layers" if depth == config.num_layers else f"{depth} layers below the last exit"
+        raise OfframpError(f"{what} cannot be divided into {num_stages} stages; choose 1..{depth}.")
     if exit_placement not in get_args(ExitPlacement):
         raise OfframpError(f"exit_placement is {exit_placement!r}; choose one of {', '.join(get_args(ExitPlacement))}.")
     if bounds is None:
         costs = layer_costs(config, exits, labelled_share)
-        return StagePlan(config, exits, _balanced(costs, num_stages, exit_placement), exit_placement)
-    edges = (0, *bounds, config.num_layers)
+        return StagePlan(config, exits, _balanced(costs, num_stages, exit_placement, depth), exit_placement)
+    edges = (0, *bounds, depth)
     if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
         raise OfframpError(
             f"stage_bounds {list(bounds)} must be {num_stages - 1} ascending layer numbers inside 1.."
-            f"{config.num_layers - 1}: the last layer of every stage but the last."
+            f"{depth - 1}: the last layer of every stage but the last."
         )
     return StagePlan(config, exits, edges, exit_placement)
 
@@ -168,9 +177,9 @@ class Stage(nn.Module):
         self.plan, self.index, self.checkpoint_activations = plan, index, checkpoint_activations
         start, stop = plan.bounds[index], plan.bounds[index + 1]
         self.exit_layers = plan.exits_of(index)
-        last = index == plan.num_stages - 1
-        reads_head = last or (bool(self.exit_layers) and plan.exits.tied)
-        reads_norm = last or (bool(self.exit_layers) and plan.exits.head == "final")
+        final = plan.config.num_layers in self.exit_layers
+        reads_head = final or (bool(self.exit_layers) and plan.exits.tied)
+        reads_norm = final or (bool(self.exit_layers) and plan.exits.head == "final")
         reads_embedding = index == 0 or (reads_head and model.lm_head is None)
         self.embed_tokens = model.embed_tokens if reads_embedding else None
         self.layers = nn.ModuleDict({str(layer): model.layers[layer] for layer in range(start, stop)})
@@ -252,10 +261,9 @@ def _matrix_elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 2)
 
 
-def _balanced(costs: LayerCosts, num_stages: int, exit_placement: ExitPlacement) -> tuple[int, ...]:
+def _balanced(costs: LayerCosts, num_stages: int, exit_placement: ExitPlacement, num_layers: int) -> tuple[int, ...]:
     """Bounds whose dearest stage is cheapest; dynamic programming over (stages, layers)."""
-    num_layers = len(costs.blocks)
-    # An exit after layer e is paid by the stage that runs layer e + 1, or e; the final one by the last.
+    # An exit after layer e is paid by the stage that runs layer e + 1, or e; the one after all layers by the last.
     shift = 1 if exit_placement == "same_stage" else 0
     paid = [costs.blocks[i] + costs.exits.get(i + shift, 0.0) for i in range(num_layers)]
     if not shift:

@@ -167,7 +167,9 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     def build_stages(self, model: MultiExitTransformer) -> StageModule:
         """This rank's stage of a model; called by `MultiExitModule.configure_model`."""
         config, exits = model.config, model.exit_config
-        plan = plan_stages(config, exits, self.pipe, self.stage_bounds, self.labelled_share, self.exit_placement)
+        plan = plan_stages(
+            config, exits, self.pipe, self.stage_bounds, self.labelled_share, self.exit_placement, model.depth
+        )
         if self.is_global_zero:
             rank_zero_info(self._describe(plan, model))
         return StageModule(model, plan, self.checkpoint_activations)
