@@ -42,6 +42,7 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.common.hf import read_json, read_tensors, read_weights
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.lora import merge_lora
 from offramp.train.training_checkpoint import RECORD_FILE, damage
 
 RECORD = "offramp"
@@ -167,6 +168,8 @@ class TrainedModel:
             OfframpError: `path` is not such a checkpoint or is incomplete, or the directory is gone or another one.
         """
         record, weights = _read_directory(path) if path.is_dir() else _read_file(path)
+        if "lora_scale" in record:
+            weights = merge_lora(weights, record["lora_scale"])
         source = assets if assets is not None else Path(record["source"] or "")
         if not (source / "config.json").is_file():
             raise OfframpError(

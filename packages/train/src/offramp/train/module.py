@@ -33,6 +33,7 @@ from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.data.batch import TokenBatch
 from offramp.train.export import RECORD, make_record, plain
 from offramp.train.fill_aware import check_probabilities, draw_exit_depths
+from offramp.train.lora import LoraConfig, add_lora
 from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader
 from offramp.train.optim import OptimizerConfig, make_optimizer
 from offramp.train.pipeline.registration import register_strategy
@@ -59,6 +60,7 @@ class MultiExitModule(pl.LightningModule):
             `offramp.train.fill_aware`.
         freeze: what stays as it is: names of parameters or modules, patterns of names (`layers.*.mlp.*`), or
             `backbone`.
+        lora: train low-rank corrections of the backbone's matrices instead of the backbone; see `offramp.train.lora`.
         from_scratch: start with random weights.
         compile_layers: compile each layer with `torch.compile`, which fuses what is not a matrix product. Needs a C++
             compiler on CPU, takes a while at the start, and changes rounding.
@@ -74,6 +76,7 @@ class MultiExitModule(pl.LightningModule):
         distill: float = 0.0,
         fill_aware: dict[int, float] | None = None,
         freeze: list[str] | None = None,
+        lora: LoraConfig | None = None,
         from_scratch: bool = False,
         compile_layers: bool = False,
         seed: int = 0,
@@ -85,6 +88,7 @@ class MultiExitModule(pl.LightningModule):
         self.exit_weights, self.final_weight, self.distill = exit_weights, final_weight, distill
         self.fill_aware = {int(layer): float(share) for layer, share in (fill_aware or {}).items()}
         self.freeze_patterns = list(freeze or ())
+        self.lora = lora
         self.from_scratch, self.compile_layers, self.seed = from_scratch, compile_layers, seed
         self.optimizer_config = optimizer or OptimizerConfig()
         # Exactly one of these two is there after `configure_model`.
@@ -109,7 +113,10 @@ class MultiExitModule(pl.LightningModule):
         self._source = source = self._load(config, exits)
         model = source.model.train()
         check_probabilities(self.fill_aware, model.exit_config.layers)
-        freeze_parameters(model, [*self.freeze_patterns, *untrained(model, self._objective)])
+        backbone = [] if self.lora is None else [BACKBONE]
+        freeze_parameters(model, [*self.freeze_patterns, *backbone, *untrained(model, self._objective)])
+        if self.lora is not None:
+            add_lora(model, self.lora, self._objective.deepest, self.seed)
         if self.compile_layers:
             compiler = os.environ.get("CXX", "g++")
             if self.trainer.strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
@@ -329,6 +336,8 @@ class MultiExitModule(pl.LightningModule):
         }
         depth = self.source.config.num_layers if self.from_scratch else self.objective.depth
         checkpoint[RECORD] = make_record(self.source, self.exported_policy, provenance, settings, depth)
+        if self.lora is not None:
+            checkpoint[RECORD]["lora_scale"] = self.lora.scale
         if "hyper_parameters" in checkpoint:
             checkpoint["hyper_parameters"] = plain(checkpoint["hyper_parameters"])
 

@@ -4,6 +4,9 @@ The backbone runs once over the training data; what the exits read, and the fina
 token. Then only heads are trained, at hundreds of steps per second, so minutes of joint training become seconds, and
 the full model does not change by a bit. Joint training (`MultiExitModule`) may follow from the exported checkpoint.
 
+States are kept in memory, or on disk (`cache`), where they are found again by the next run and outlive a kill; there
+the full model's distribution is kept as its most probable tokens and a rest, see `offramp.train.state_cache`.
+
 The divergence is taken over a *shortlist*: the tokens that training targets contain. Serving measures confidence over
 the same shortlist, so it goes into the exit policy of the exported checkpoint.
 
@@ -14,8 +17,9 @@ Legend: N target tokens, X early exits, D model, V vocabulary or shortlist.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
@@ -25,11 +29,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from offramp.common.checkpoint import EXITS_WEIGHTS
 from offramp.common.errors import OfframpError
 from offramp.common.exits.policy import ExitPolicy
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
 from offramp.train.module import BACKBONE, MultiExitModule
 from offramp.train.optim import OptimizerConfig
+from offramp.train.state_cache import CachedStates, StateCache, divergence, gigabytes, survey
 
 TRAINABLE_HEADS = ("norm", "adapter", "mlp")
 """Heads that have weights of their own and need one token at a time."""
@@ -47,32 +53,39 @@ class StateBatch(NamedTuple):
     final: Tensor
 
 
+CachedBatch = StateBatch | CachedStates
+"""What a step takes, from memory or from disk."""
+
+
 class StateLoader:
     """Cached states in a new order every epoch; a resumed run goes on with the batch after its last.
 
     Args:
-        states: of all tokens of this rank.
+        take: the states of some tokens, by number.
+        count: tokens of this rank.
         batch_size: N of a step.
         num_batches: of an epoch, the same on all ranks.
         seed: of the order.
     """
 
-    def __init__(self, states: StateBatch, batch_size: int, num_batches: int, seed: int) -> None:
-        self.states, self.batch_size, self.num_batches, self.seed = states, batch_size, num_batches, seed
+    def __init__(
+        self, take: Callable[[Tensor], CachedBatch], count: int, batch_size: int, num_batches: int, seed: int
+    ) -> None:
+        self.take, self.count = take, count
+        self.batch_size, self.num_batches, self.seed = batch_size, num_batches, seed
         self._epoch = self._batch = 0  # of the batch that comes next
 
     def __len__(self) -> int:
         return self.num_batches
 
-    def __iter__(self) -> Iterator[StateBatch]:
+    def __iter__(self) -> Iterator[CachedBatch]:
         if self._batch == self.num_batches:
             self._epoch, self._batch = self._epoch + 1, 0
         generator = torch.Generator().manual_seed(self.seed + self._epoch)
-        order = torch.randperm(len(self.states.final), generator=generator)
+        order = torch.randperm(self.count, generator=generator)
         for batch in range(self._batch, self.num_batches):
-            rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
             self._batch = batch + 1
-            yield StateBatch(self.states.exits[rows], self.states.final[rows])
+            yield self.take(order[batch * self.batch_size : (batch + 1) * self.batch_size])
 
     def state_dict(self) -> dict[str, int]:
         """The position, and what it was a position in."""
@@ -93,7 +106,7 @@ class StateLoader:
         self._epoch, self._batch = state["epoch"], state["batch"]
 
     def _identity(self) -> dict[str, int]:
-        return {"states": len(self.states.final), "batch_size": self.batch_size, "seed": self.seed}
+        return {"states": self.count, "batch_size": self.batch_size, "seed": self.seed}
 
 
 class ExitPrimingModule(MultiExitModule):
@@ -105,6 +118,9 @@ class ExitPrimingModule(MultiExitModule):
         checkpoint: directory to start from.
         shortlist: `targets`, or `all` for the whole vocabulary, which is far slower.
         max_states: target tokens per rank that are cached; (X + 1) * D floats each.
+        cache: folder for caches on disk; None keeps states in memory. On disk they are bf16, heads are trained in fp32,
+            and the shortlist is made of the targets among the cached tokens.
+        top: most probable tokens of the full model that are kept on disk, K.
         seed: of the order.
         optimizer: learning rates, weight decay and schedule.
     """
@@ -114,13 +130,19 @@ class ExitPrimingModule(MultiExitModule):
         checkpoint: str,
         shortlist: Literal["targets", "all"] = "targets",
         max_states: int = 50_000,
+        cache: str | None = None,
+        top: int = 64,
         seed: int = 0,
         optimizer: OptimizerConfig | None = None,
     ) -> None:
         super().__init__(checkpoint, freeze=[BACKBONE], seed=seed, optimizer=optimizer or OptimizerConfig(lr=1e-3))
         self.shortlist_kind, self.max_states = shortlist, max_states
+        self.cache, self.top = None if cache is None else Path(cache).expanduser(), top
+        if max_states < 1 or top < 1:
+            raise OfframpError(f"max_states is {max_states} and top {top}; both must be at least 1.")
         self.shortlist: Tensor | None = None  # [V]
         self._unembedding: Tensor | None = None  # [V, D], tied exits
+        self._position: Tensor | None = None  # [vocabulary] in the shortlist, -1 outside
 
     @override
     def configure_model(self) -> None:
@@ -143,12 +165,57 @@ class ExitPrimingModule(MultiExitModule):
         return policy if self.shortlist is None else replace(policy, shortlist=tuple(self.shortlist.tolist()))
 
     @torch.no_grad()
-    def cache_states(self, batches: Iterable[TokenBatch], batch_size: int) -> StateLoader:
-        """Run the backbone over `batches` and keep what exits read, for up to `max_states` target tokens.
+    def cache_states(self, batches: Callable[[], Iterable[TokenBatch]], batch_size: int) -> StateLoader:
+        """Run the backbone over `batches()` and keep what exits read, for up to `max_states` target tokens.
 
         Raises:
-            OfframpError: there are no target tokens.
+            OfframpError: there are no target tokens, or the disk has no room.
         """
+        take, count = self._in_memory(batches()) if self.cache is None else self._on_disk(batches, self.cache)
+        fewest = int(self._least_over_ranks(count))
+        batch_size = min(batch_size, fewest)
+        rank_zero_info(
+            f"priming on {count} cached states, shortlist of "
+            f"{'all' if self.shortlist is None else len(self.shortlist)} tokens"
+        )
+        return StateLoader(take, count, batch_size, fewest // batch_size, self.seed)
+
+    def _on_disk(
+        self, batches: Callable[[], Iterable[TokenBatch]], root: Path
+    ) -> tuple[Callable[[Tensor], CachedBatch], int]:
+        model = self.model
+        assert model is not None
+        layers, size = model.exit_config.layers, model.config.hidden_size
+        found = survey(batches(), model.config.vocab_size, self.max_states)
+        self._check_any(sum(found.counts))
+        self._take_shortlist(found.seen.to(self.device))
+        identity = {
+            "weights": {name: value for name, value in self.source.sha256.items() if name != EXITS_WEIGHTS},
+            "tokens": found.digest,
+            "exits": list(layers),
+            "top": self.top,
+            "precision": str(self.trainer.precision),
+            "rank": [self.trainer.global_rank, self.trainer.world_size],
+        }
+        row_bytes = 2 * len(layers) * size + 8 * self.top + 4
+        cache = StateCache(root, identity, found.counts, self.max_states, row_bytes)
+        missing = len(cache.missing)
+        rank_zero_info(
+            f"states of {cache.count:,} target tokens, {gigabytes(cache.size)}, in {cache.directory}: "
+            + ("they are there" if not missing else f"{missing} shards to be written")
+        )
+
+        def states(batch: TokenBatch) -> CachedStates:
+            tokens = TokenBatch(*(tensor.to(self.device) for tensor in batch))
+            kept = self._states(tokens, tokens.labels != IGNORED_LABEL)
+            with self.trainer.precision_plugin.forward_context():
+                return CachedStates.of(kept.exits, kept.final, model.unembedding(), self.top)
+
+        cache.fill(batches(), states, self.trainer.num_devices)
+        cache.open()
+        return cache.take, cache.count
+
+    def _in_memory(self, batches: Iterable[TokenBatch]) -> tuple[Callable[[Tensor], CachedBatch], int]:
         assert self.model is not None
         seen = torch.zeros(self.model.config.vocab_size, device=self.device)
         kept: list[StateBatch] = []
@@ -160,17 +227,14 @@ class ExitPrimingModule(MultiExitModule):
             if count < self.max_states:  # further batches only lengthen the shortlist
                 kept.append(self._states(tokens, mask))
                 count += len(kept[-1].final)
-        fewest = int(self._least_over_ranks(count))
-        if fewest == 0:
-            raise OfframpError("the training data hold no target tokens to prime exits on.")
+        self._check_any(count)
         states = StateBatch(*(torch.cat(parts)[: self.max_states] for parts in zip(*kept, strict=True)))
         self._take_shortlist(seen)
-        batch_size = min(batch_size, fewest, self.max_states)
-        rank_zero_info(
-            f"priming on {len(states.final)} cached states, shortlist of "
-            f"{'all' if self.shortlist is None else len(self.shortlist)} tokens"
-        )
-        return StateLoader(states, batch_size, min(fewest, self.max_states) // batch_size, self.seed)
+        return lambda rows: StateBatch(states.exits[rows], states.final[rows]), len(states.final)
+
+    def _check_any(self, count: int) -> None:
+        if self._least_over_ranks(count) == 0:
+            raise OfframpError("the training data hold no target tokens to prime exits on.")
 
     def _states(self, tokens: TokenBatch, mask: Tensor) -> StateBatch:
         model = self.model
@@ -192,6 +256,9 @@ class ExitPrimingModule(MultiExitModule):
                 raise OfframpError("the training targets hold a single token; there is nothing to choose from.")
         weight = self.model.unembedding()
         self._unembedding = (weight if self.shortlist is None else weight[self.shortlist]).detach()
+        if self.shortlist is not None:
+            self._position = torch.full_like(seen, -1, dtype=torch.long)
+            self._position[self.shortlist] = torch.arange(len(self.shortlist), device=seen.device)
 
     def _least_over_ranks(self, value: int) -> float:
         counts = torch.zeros(self.trainer.world_size, device=self.device)
@@ -199,27 +266,54 @@ class ExitPrimingModule(MultiExitModule):
         return float(self.sum_over_ranks(counts).min())
 
     @override
-    def training_step(self, batch: StateBatch, batch_idx: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def training_step(self, batch: CachedBatch, batch_idx: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The sum over exits of the divergence to the full model, in nats per token."""
-        if not isinstance(batch, StateBatch):
+        if isinstance(batch, StateBatch):
+            assert self._unembedding is not None
+            teacher = F.linear(batch.final, self._unembedding).float().log_softmax(dim=-1)
+            best = teacher.argmax(dim=-1)
+            losses, right = self._losses_of(
+                batch.exits,
+                best,
+                lambda logits: F.kl_div(logits.log_softmax(dim=-1), teacher, reduction="batchmean", log_target=True),
+            )
+        elif isinstance(batch, CachedStates):
+            best = batch.tokens[:, 0].long()
+            best = best if self._position is None else self._position[best]
+            with torch.autocast(self.device.type, enabled=False):
+                losses, right = self._losses_of(
+                    batch.exits.float(), best, lambda logits: divergence(logits, batch, self._position)
+                )
+        else:
             raise OfframpError("ExitPrimingModule trains on cached states; wrap the data in PrimingDataModule.")
+        if self._logs_now:
+            self._log(torch.stack((torch.stack(losses).detach(), torch.stack(right))), len(batch.exits))
+        return torch.stack(losses).sum()
+
+    def _losses_of(
+        self, states: Tensor, best: Tensor, loss: Callable[[Tensor], Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each exit: the loss of its logits [N, V], and how often it says what is `best` [N], if that is logged.
+
+        Args:
+            states: [N, X, D].
+            best: places in V, -1 outside.
+            loss: of fp32 logits [N, V].
+        """
         model = self.model
         assert model is not None
         assert self._unembedding is not None
-        teacher = F.linear(batch.final, self._unembedding).float().log_softmax(dim=-1)
         losses, right = [], []
         for index, layer in enumerate(model.exit_config.layers):
             weight = self._unembedding
             if not model.exit_config.tied:
                 weight = model.unembedding(layer)
                 weight = weight if self.shortlist is None else weight[self.shortlist]
-            student = F.linear(model.exit_state(batch.exits[:, index], layer), weight).float().log_softmax(dim=-1)
-            losses.append(F.kl_div(student, teacher, reduction="batchmean", log_target=True))
+            logits = F.linear(model.exit_state(states[:, index], layer), weight).float()
+            losses.append(loss(logits))
             if self._logs_now:
-                right.append((student.argmax(dim=-1) == teacher.argmax(dim=-1)).float().mean())
-        if self._logs_now:
-            self._log(torch.stack((torch.stack(losses).detach(), torch.stack(right))), len(batch.final))
-        return torch.stack(losses).sum()
+                right.append((logits.argmax(dim=-1) == best).float().mean())
+        return losses, right
 
     @property
     def _logs_now(self) -> bool:
@@ -230,8 +324,8 @@ class ExitPrimingModule(MultiExitModule):
     def _log(self, values: Tensor, tokens: int) -> None:
         divergences, agreements = (self.sum_over_ranks(values) / self.trainer.world_size).tolist()
         metrics = {"train/lr": self.trainer.optimizers[0].param_groups[0]["lr"]}
-        for layer, divergence, agreement in zip(self.source.exits.layers, divergences, agreements, strict=True):
-            metrics[f"train/loss_exit_{layer:02d}"] = divergence
+        for layer, loss, agreement in zip(self.source.exits.layers, divergences, agreements, strict=True):
+            metrics[f"train/loss_exit_{layer:02d}"] = loss
             metrics[f"train/agreement_exit_{layer:02d}"] = agreement
         self.log("train/loss", sum(divergences), on_step=True, on_epoch=False, prog_bar=True, batch_size=tokens)
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=tokens)
@@ -278,7 +372,7 @@ class PrimingDataModule(pl.LightningDataModule):
         module = self.trainer.lightning_module if self.trainer is not None else None
         if not isinstance(module, ExitPrimingModule):
             raise OfframpError(f"PrimingDataModule feeds an ExitPrimingModule, not {type(module).__name__}.")
-        return module.cache_states(self.data.train_dataloader(), self.batch_size)
+        return module.cache_states(self.data.train_dataloader, self.batch_size)
 
     @override
     def val_dataloader(self) -> Any:

@@ -137,6 +137,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
         self.objective: Objective | None = None
         self.autocast_dtype: torch.dtype | None = None
         self.grad_norm = 0.0
+        if isinstance(self.optimizer, ZeROOptimizer):
+            setattr(self.optimizer, "scaled_global_norm", self._zero_norm)  # noqa: B010 - see there
         self._queue: Sequence[MicroBatch] = ()
         self._next = 0  # index in the queue of the next forward pass
         self._counts = torch.zeros(0)
@@ -328,6 +330,19 @@ class EarlyExitPipelineEngine(PipelineEngine):
         if gradients and 0.0 < self.gradient_clipping() < self.grad_norm:
             scale = self.gradient_clipping() / (self.grad_norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
             torch._foreach_mul_([gradient for _, gradient in gradients], scale)
+
+    def _zero_norm(self, norm_type: float = 2) -> Tensor:
+        """Global gradient norm under ZeRO, all groups of parameters in one sum.
+
+        The stock one asks all stages once for each of its groups (matrices, vectors, exits). Stages need not have
+        equally many, and then some would wait for ever.
+        """
+        zero: Any = self.optimizer
+        pairs: list[tuple[Tensor, nn.Parameter]] = []
+        for group, parameters in enumerate(zero.params_in_partition):
+            own = (g for g in zero.averaged_gradients[group] if not getattr(g, "_zero_padding", False))
+            pairs += zip(own, parameters, strict=False)
+        return zero.get_grad_norm_direct([g for g, _ in pairs], [p for _, p in pairs], norm_type)
 
     def clip_fp32_gradients(self) -> None:
         """Done in `_clip`: the stock method counts the parameters of the first stage only."""
