@@ -240,10 +240,12 @@ def test_priming_resumes_as_if_nothing_had_happened(checkpoint: Path, tmp_path: 
 
 
 def test_priming_on_other_states_is_not_resumed() -> None:
-    states = StateBatch(torch.randn(20, 2, 3), torch.randn(20, 3))
-    state = StateLoader(states, 4, 5, seed=0).state_dict()
-    StateLoader(states, 4, 5, seed=0).load_state_dict(state)
-    for other in (StateLoader(states, 5, 4, seed=0), StateLoader(states, 4, 5, seed=1)):
+    def take(rows: torch.Tensor) -> StateBatch:
+        return StateBatch(torch.zeros(len(rows), 2, 3), torch.zeros(len(rows), 3))
+
+    state = StateLoader(take, 20, 4, 5, seed=0).state_dict()
+    StateLoader(take, 20, 4, 5, seed=0).load_state_dict(state)
+    for other in (StateLoader(take, 20, 5, 4, seed=0), StateLoader(take, 20, 4, 5, seed=1)):
         with pytest.raises(OfframpError, match=r"cannot resume priming: (batch_size was 4 and is 5|seed was 0)"):
             other.load_state_dict(state)
 
