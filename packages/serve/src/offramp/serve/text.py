@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -35,7 +35,7 @@ class Detokenizer:
     _WINDOW = 8
 
     def __init__(self, tokenizer: Decoder) -> None:
-        self._tokenizer = tokenizer
+        self._decode = _decoding(tokenizer)
         self._ids: list[int] = []
         self._num_context = 0  # tokens at the front of `_ids` whose text was handed out in an earlier window
         self._text = ""  # of `_ids`
@@ -69,10 +69,6 @@ class Detokenizer:
         if text := self._decode(ids):  # tokens without text cannot stand in front
             self._ids, self._text = ids, text
             self._num_context, self._num_out = len(ids), len(text)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        # Clean-up removes spaces that are already out, and is no part of the text that the model was trained on.
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class StopStrings:
@@ -145,3 +141,17 @@ class TextStream:
     def flush(self) -> str:
         """The rest, when the request has ended; nothing after a stop string."""
         return self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+
+
+def _decoding(tokenizer: Any) -> Callable[[list[int]], str]:
+    """What makes text of tokens, special ones left out."""
+    if hasattr(tokenizer, "backend_tokenizer"):
+        from transformers import PreTrainedTokenizerFast as Fast  # has been imported, if this is one of its tokenizers
+
+        kind: Any = type(tokenizer)
+        if issubclass(kind, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode:
+            # All that these do is ask the backend, and they take longer for it than the backend does.
+            backend = tokenizer.backend_tokenizer
+            return lambda token_ids: backend.decode(token_ids, skip_special_tokens=True)
+    # Clean-up removes spaces that are already out, and is no part of the text that the model was trained on.
+    return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
