@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from offramp.serve.execution.iteration import Iteration
-from offramp.serve.execution.sweep import LeftRows, Mask
-from offramp.serve.model.head_output import HeadOutput
+from offramp.serve.execution.sweep import BestTokens, LeftRows, Mask, PickedRows
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.unembedding import Unembedding
 from offramp.serve.request.logits_use import LogitsUse
@@ -36,14 +35,14 @@ class Departure:
             judged has one row for each draft and one more, in order of position; otherwise a request has one row.
         exit_layer: where.
         confidence: for each row, what the exit test measured; None where nothing was.
-        head: best tokens [len(items)]; None: tokens are chosen from `logits`.
+        best: best tokens [len(items)]; None: tokens are chosen from `logits`.
         logits: [len(items), V] fp32, raw; None where nothing is chosen from them or reported.
     """
 
     items: list[int]
     exit_layer: int
     confidence: list[float | None]
-    head: HeadOutput | None
+    best: BestTokens | None
     logits: Tensor | None
 
 
@@ -81,9 +80,9 @@ class _Part:
         return self.rows.logits is None and self.use is not LogitsUse.BEST
 
     @property
-    def lacks_head(self) -> bool:
+    def lacks_best(self) -> bool:
         """Where there are logits, or will be, they give the best token of all too."""
-        if self.rows.head is not None or self.use is LogitsUse.CHOICE:
+        if self.rows.best is not None or self.use is LogitsUse.CHOICE:
             return False
         return self.best is not self.whole or (self.rows.logits is None and self.use is LogitsUse.BEST)
 
@@ -97,64 +96,77 @@ def unembed(model: PackedModel, iteration: Iteration, left: Iterable[LeftRows]) 
     parts = [part for rows in left for part in _parts(model, iteration, rows)]
     heads, logits = (defaultdict[Unembedding, list[_Part]](list) for _ in range(2))
     for part in parts:
-        if part.lacks_head:
+        if part.lacks_best:
             heads[part.best].append(part)
         if part.lacks_logits:
             logits[part.whole].append(part)
     for unembedding, group in heads.items():
-        found = unembedding.head(_states(group))
-        for part, head in zip(group, found.split([len(part.rows.items) for part in group]), strict=True):
-            part.rows.head = head
+        found = BestTokens.of(unembedding.head(_states(group)))
+        for part, places in zip(group, _places(group), strict=True):
+            part.rows.best = found.select(places)
     for unembedding, group in logits.items():
         values = unembedding.logits(_states(group))
-        for part, mine in zip(group, values.split([len(part.rows.items) for part in group]), strict=True):
-            part.rows.logits = mine
+        for part, places in zip(group, _places(group), strict=True):
+            part.rows.logits = PickedRows(values[places])
     departures = Departures()
     for part in parts:
-        _settle(departures, iteration, part.rows)
+        _settle(departures, iteration, part.rows, is_final=part.rows.exit_layer == model.config.num_layers)
     return departures
 
 
 def _parts(model: PackedModel, iteration: Iteration, left: LeftRows) -> Iterator[_Part]:
     """Rows of one exit by what they need."""
     layer, gate = left.exit_layer, iteration.exits
-    uses = iteration.uses if layer == iteration.num_layers else iteration.early_uses
-    kinds = uses[left.items] + len(LogitsUse) * gate.group_numbers[left.items]
+    requests = iteration.requests
+    uses = requests.uses if layer == model.config.num_layers else requests.early_uses
+    kinds = uses[left.items] + len(LogitsUse) * requests.open_exits.group_numbers[left.items]
     distinct = set(kinds.tolist())
     for kind in distinct:
         rows = left if len(distinct) == 1 else left.select(kinds == kind)
         assert rows is not None
         number, use = divmod(kind, len(LogitsUse))
         if use == LogitsUse.CHOICE:
-            rows.head = None
+            rows.best = None
         yield _Part(rows, LogitsUse(use), model.exits[layer].unembed, gate.unembedding(number, layer))
 
 
 def _states(group: Sequence[_Part]) -> Tensor:
-    return group[0].rows.state if len(group) == 1 else torch.cat([part.rows.state for part in group])
+    """The states of several parts, one after the other."""
+    states = [part.rows.state.gather() for part in group]
+    return states[0] if len(states) == 1 else torch.cat(states)
 
 
-def _settle(departures: Departures, iteration: Iteration, rows: LeftRows) -> None:
-    """Sort rows of which `head`, `logits` or both are known."""
-    stays = _vetoed(iteration, rows)
+def _places(group: Sequence[_Part]) -> Iterator[slice]:
+    """Where the rows of each part then are."""
+    start = 0
+    for part in group:
+        stop = start + len(part.rows.items)
+        yield slice(start, stop)
+        start = stop
+
+
+def _settle(departures: Departures, iteration: Iteration, rows: LeftRows, *, is_final: bool) -> None:
+    """Sort rows, at the final exit or at another, of which `best`, `logits` or both are known."""
+    stays = None if is_final else _vetoed(iteration, rows)
     if stays is not None:
         departures.vetoed.extend(filter(None, [rows.select(stays)]))
     rest = rows if stays is None else rows.select(~stays)
     if rest is not None:
-        confidence = _confidence(iteration, rest)
-        departures.final.append(Departure(rest.items.tolist(), rest.exit_layer, confidence, rest.head, rest.logits))
+        items, logits = rest.items.tolist(), None if rest.logits is None else rest.logits.gather()
+        confidence: list[float | None] = [None] * len(items)
+        if not is_final:
+            measured = iteration.exits.confidence[rest.items].tolist()
+            confidence = [value if value == value else None for value in measured]
+        departures.final.append(Departure(items, rest.exit_layer, confidence, rest.best, logits))
 
 
 def _vetoed(iteration: Iteration, rows: LeftRows) -> Mask | None:
-    """[N] rows whose best token is outside their shortlist; None if there are none."""
-    if rows.exit_layer == iteration.num_layers or not iteration.exits.any_veto:
+    """[N] rows of an early exit whose best token is outside their shortlist; None if there are none."""
+    if not iteration.requests.open_exits.any_veto:
         return None
-    token_ids = rows.head.token_ids if rows.head is not None else cast(Tensor, rows.logits).argmax(dim=-1)
-    stays = iteration.exits.off_shortlist(rows.items, token_ids.numpy(force=True))
+    if rows.best is not None:
+        token_ids = rows.best.token_ids
+    else:
+        token_ids = cast(PickedRows, rows.logits).gather().argmax(dim=-1).numpy(force=True)
+    stays = iteration.exits.off_shortlist(rows.items, token_ids)
     return stays if stays.any() else None
-
-
-def _confidence(iteration: Iteration, rows: LeftRows) -> list[float | None]:
-    if rows.exit_layer == iteration.num_layers:
-        return [None] * len(rows.items)
-    return [value if value == value else None for value in iteration.exits.confidence[rows.items].tolist()]

@@ -21,7 +21,7 @@ Legend: I requests of the iteration, N rows, D model, V vocabulary, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -30,11 +30,12 @@ from torch import Tensor
 from offramp.serve.config import EngineConfig
 from offramp.serve.execution.departures import Departure, unembed
 from offramp.serve.execution.exit_test import RequestExits, Scored
-from offramp.serve.execution.iteration import Iteration
+from offramp.serve.execution.iteration import Iteration, Planner
 from offramp.serve.execution.kept_tokens import KeptGroup, KeptTokens
 from offramp.serve.execution.kv_policy import bound_layers, carries_on, leave_rules
 from offramp.serve.execution.parked import ParkedRows, Parking
-from offramp.serve.execution.sweep import Arrival, LeftRows, Mask, Places, Sweep
+from offramp.serve.execution.stored_states import StoredStates
+from offramp.serve.execution.sweep import Arrivals, LeftRows, Mask, PickedRows, Places, Sweep
 from offramp.serve.execution.sync_policy import PassTimes, leave_alone, sync_rule
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.measures.iteration_clock import IterationClock
@@ -80,9 +81,11 @@ class Executor:
         self._clock = clock or IterationClock()
         self._context = model.row_context(max_model_len, cache.block_size)
         self._num_layers = model.config.num_layers
-        self._kept = KeptTokens()
-        self._leave_rules = leave_rules(self._kept)
-        self._parking = Parking(config.deep_quorum, config.max_parked_iterations)
+        self._states = StoredStates()
+        self._kept = KeptTokens(self._states)
+        self._leave_rules = leave_rules(self._kept, self._states)
+        self._parking = Parking(config.deep_quorum, config.max_parked_iterations, self._states)
+        self._planner = Planner(model, self._kept, self._parking)
         self._times = PassTimes() if config.split_rule == "cost" else None
         self._sync_rule = sync_rule(config, self._num_layers, self._times)
         self.trace = Trace()
@@ -131,9 +134,8 @@ class Executor:
             Together, every row that predicts a token, once. Requests that decode and whose newest rows are parked have
             none.
         """
-        sweep = self._begin(scheduled)
-        bounds = np.unique(sweep.bound).tolist()
-        iteration = Iteration.of(scheduled, exits, uses, bounds, self._model, self._kept, self._parking)
+        sweep, bounds = self._begin(scheduled)
+        iteration = self._planner.plan(scheduled, exits, uses, bounds)
         departures: list[Departure] = []
         while True:
             self._climb(iteration, sweep, on_prompt_logits)
@@ -143,16 +145,18 @@ class Executor:
             departures += found.final
             if not found.vetoed:
                 if self._parking.is_open:
-                    self.trace.parked_requests = len(self._parking.waiting(iteration.decodes))
+                    self.trace.parked_requests = len(self._parking.waiting(iteration.requests.decodes))
                 return departures
             sweep, on_prompt_logits = self._resume(iteration, sweep, found.vetoed), None
 
-    def _begin(self, scheduled: Sequence[ScheduledRequest]) -> Sweep:
+    def _begin(self, scheduled: Sequence[ScheduledRequest]) -> tuple[Sweep, set[int]]:
+        """The rows of an iteration, and the layers at which some of them leave whatever they are sure of."""
         is_parked = [item.request.request_id in self._parking for item in scheduled]
         rows = build_rows(scheduled, self._context, is_parked)
         tokens: list[int] = []
         predicts = np.zeros(len(rows), dtype=np.bool_)
         bound = np.full(len(rows), self._num_layers)
+        bounds: set[int] = set()
         for item, waits in zip(scheduled, is_parked, strict=True):
             if waits:
                 continue
@@ -162,8 +166,9 @@ class Executor:
             layers = bound_layers(item)
             if layers is not None:
                 bound[start : len(tokens)] = layers
+                bounds.update(layers)
         x = self._model.embed(torch.from_numpy(np.array(tokens, dtype=np.int64)))
-        return Sweep(x, x, rows, rows.sequences.numpy().astype(np.intp), predicts, bound)
+        return Sweep(x, x, rows, rows.sequences.numpy().astype(np.intp), predicts, bound), bounds
 
     def _climb(self, iteration: Iteration, sweep: Sweep, on_prompt_logits: PromptLogits | None) -> None:
         """Take the rows from where they are to where they leave."""
@@ -225,11 +230,11 @@ class Executor:
             Which rows leave [n], the places of these n among the rows inside, and what was measured.
         """
         gate, asked = iteration.exits, sweep.newest
-        if self._sync_rule is leave_alone and gate.is_open_to_all(layer):
+        if self._sync_rule is leave_alone and gate.open_exits.to_all(layer):
             # Whoever was sure before has left, so every newest row is tested and decides for itself.
             scored = gate.test(layer, sweep, asked, self._cache) if len(asked) else []
             return gate.sure[sweep.items[asked]], asked, scored
-        asked = asked[gate.asked[sweep.items[asked]]]
+        asked = asked[gate.open_exits.asked[sweep.items[asked]]]
         items = sweep.items[asked]
         if not len(asked):
             return gate.sure[items], asked, []
@@ -247,58 +252,75 @@ class Executor:
         """Note which tokens the leaving rows predict, with what the test has computed already."""
         predicting = leaving & sweep.predicts
         for part in scored:
-            if part.state is None:
+            rows = part.left(layer, sweep.items)
+            if rows is None:
                 continue
-            mine = part.select(leaving)
-            if mine is not None and mine.state is not None:
-                predicting[mine.places] = False
-                sweep.leave(layer, mine.places, mine.state, mine.head, mine.logits)
+            goes = leaving[part.places]
+            mine = rows.select(goes)
+            if mine is not None:
+                predicting[part.places[goes]] = False
+                sweep.left.append(mine)
         if predicting.any():
-            places = np.flatnonzero(predicting)
-            sweep.leave(layer, places, self._exit_state(sweep, layer, places))
+            self._leave_untested(sweep, layer, np.flatnonzero(predicting))
+
+    def _leave_untested(self, sweep: Sweep, layer: int, places: Places) -> None:
+        """Note rows that predict a token of which nothing is known yet."""
+        state = self._exit_state(sweep, layer, places)
+        sweep.left.append(LeftRows(sweep.items[places], layer, PickedRows(state)))
 
     def _settle(self, iteration: Iteration, sweep: Sweep, layer: int, gone: Places) -> float:
         """Let the KV policies of rows that leave do what they do; the seconds they took."""
-        policies = iteration.distinct_kv_policies
+        policies = iteration.requests.distinct_kv_policies
         for policy in policies:
             places = gone
             if len(policies) > 1:
-                places = gone[iteration.kv_policies[sweep.items[gone]] == policy]
+                places = gone[iteration.requests.kv_policies[sweep.items[gone]] == policy]
                 if not len(places):
                     continue
-            rows, owners = sweep.select_rows(places), map(iteration.owner, sweep.items[places].tolist())
-            self._leave_rules[policy](layer, sweep.select(sweep.x, places), rows, owners)
+            positions = sweep.rows.positions.numpy()[places].tolist()
+            owners = map(iteration.owner, sweep.items[places].tolist())
+            self._leave_rules[policy](layer, sweep.select(sweep.x, places), positions, owners)
         return self._clock.lap("fill")
 
     def _take_along(self, iteration: Iteration, sweep: Sweep) -> None:
         """Let rows join that had stopped here: those that resume, parked ones, and kept ones of all that go past."""
         layer = sweep.depth
         resumed = sweep.arrivals.pop(layer, None)
-        if resumed:
+        if resumed is not None:
             sweep.admit(resumed, self._num_layers)
         if self._parking.is_open:
             self._park_or_wake(iteration, sweep)
-        if iteration.keeping and len(sweep):
+        if iteration.requests.keeping and len(sweep):
             self._take_kept(iteration, sweep)
 
     def _take_kept(self, iteration: Iteration, sweep: Sweep) -> None:
         """What is kept here of sequences that go past: carry it on, or fill in what lies above."""
         inside = set(sweep.items.tolist())
-        carried: list[Arrival] = []
+        carried: list[tuple[int, KeptGroup]] = []
         filled: list[tuple[int, KeptGroup]] = []
-        for item in iteration.keeping:
+        for item in iteration.requests.keeping:
             group = self._kept.take(iteration.owner(item), sweep.depth) if item in inside else None
-            if group is None:
-                continue
-            if iteration.kv_policies[item] == "fill":
-                filled.append((item, group))
-            else:
-                carried.append(Arrival(item, group.positions, group.states, predicts=False))
+            if group is not None:
+                (filled if iteration.requests.kv_policies[item] == "fill" else carried).append((item, group))
         if filled:
             self._fill(sweep, filled)
         if carried:
-            self.trace.pending_rows += sum(len(arrival.positions) for arrival in carried)
-            sweep.admit(carried, self._num_layers)
+            arrivals = self._arrivals(carried, predicts=False)
+            self.trace.pending_rows += len(arrivals)
+            sweep.admit(arrivals, self._num_layers)
+
+    def _arrivals(self, groups: Sequence[tuple[int, KeptGroup | ParkedRows]], *, predicts: bool) -> Arrivals:
+        """Rows of some requests, with their states; the last of each may predict a token."""
+        counts = [len(group.positions) for _, group in groups]
+        is_newest = np.zeros(sum(counts), dtype=np.bool_)
+        if predicts:
+            is_newest[np.cumsum(counts) - 1] = True
+        return Arrivals(
+            np.repeat([item for item, _ in groups], counts),
+            np.array([position for _, group in groups for position in group.positions]),
+            self._states.take([slot for _, group in groups for slot in group.slots]),
+            is_newest,
+        )
 
     def _fill(self, sweep: Sweep, groups: Sequence[tuple[int, KeptGroup]]) -> None:
         """Make keys and values of kept tokens for every layer above (saturated KV; CALM, section 3.2).
@@ -307,45 +329,46 @@ class Executor:
         defined for training and naive generation by `Layout.exit_depths`.
         """
         self._clock.lap("other")
-        counts = [len(group.positions) for _, group in groups]
-        sequences = np.repeat([item for item, _ in groups], counts)
-        rows = sweep.rows.at(sequences, np.concatenate([group.positions.numpy() for _, group in groups]))
-        self._model.fill(sweep.depth, torch.cat([group.states for _, group in groups]), rows, self._cache)
-        self.trace.filled_rows += len(rows)
+        kept = self._arrivals(groups, predicts=False)
+        self._model.fill(sweep.depth, kept.x, sweep.rows.at(kept.items, kept.positions), self._cache)
+        self.trace.filled_rows += len(kept)
         self._clock.lap("fill")
 
     def _park_or_wake(self, iteration: Iteration, sweep: Sweep) -> None:
         """Where the layers above have too few rows, put these away; else let those that wait here join them."""
-        layer, parking = sweep.depth, self._parking
-        waiting = parking.waiting(iteration.decodes, layer)
+        layer, decodes = sweep.depth, iteration.requests.decodes
+        waiting = self._parking.waiting(decodes, layer)
         if not waiting and not len(sweep):
             return
-        arrivals: list[Arrival] = []
-        due = parking.are_due(iteration.waited)
-        count = len(waiting) + int(sweep.predicts.sum())
-        if (
-            iteration.is_idle
-            or parking.has_quorum(count, len(iteration.decodes))
-            or due[[iteration.decodes[name] for name in waiting]].any()
-            or not (iteration.exits.is_open(layer) & ~due)[sweep.items].all()
-        ):
-            for request_id in waiting:
-                rows = parking.take(request_id)
-                arrivals.append(Arrival(iteration.decodes[request_id], rows.positions, rows.x, predicts=True))
-            if arrivals:
-                sweep.admit(arrivals, self._num_layers)
+        if self._goes_on(iteration, sweep, waiting):
+            groups = [(decodes[request_id], self._parking.take(request_id)) for request_id in waiting]
+            if groups:
+                sweep.admit(self._arrivals(groups, predicts=True), self._num_layers)
             return
+        positions, slots = sweep.rows.positions.tolist(), self._states.put(sweep.x)
         for item, run in sweep.runs:
-            rows = ParkedRows(layer, sweep.rows.positions[run], sweep.x[run], int(iteration.waited[item]))
-            parking.put(iteration.owner(item), rows)
+            rows = ParkedRows(layer, positions[run], slots[run], int(iteration.waited[item]))
+            self._parking.put(iteration.owner(item), rows)
         sweep.keep(np.empty(0, dtype=np.intp))
+
+    def _goes_on(self, iteration: Iteration, sweep: Sweep, waiting: Mapping[str, ParkedRows]) -> bool:
+        """Whether the layers above run for the rows inside and for those that wait here."""
+        parking = self._parking
+        count = len(waiting) + int(np.count_nonzero(sweep.predicts))
+        if iteration.is_idle or parking.has_quorum(count, len(iteration.requests.decodes)):
+            return True
+        if any(parking.is_due(rows.waited) for rows in waiting.values()):
+            return True
+        # Whoever may not leave here, such as a prompt, does not wait; nor does who has waited enough at exits below.
+        may_wait = iteration.exits.open_exits.to(sweep.depth)[sweep.items]
+        return not may_wait.all() or any(map(parking.is_due, iteration.waited[sweep.items].tolist()))
 
     def _finish(self, iteration: Iteration, sweep: Sweep, on_prompt_logits: PromptLogits | None) -> None:
         """At the final exit, note the rows that predict a token and no others."""
         layer = self._num_layers
-        places = np.flatnonzero(sweep.predicts | iteration.is_judged[sweep.items])
+        places = np.flatnonzero(sweep.predicts | iteration.requests.is_judged[sweep.items])
         if len(places):
-            sweep.leave(layer, places, self._exit_state(sweep, layer, places))
+            self._leave_untested(sweep, layer, places)
         if on_prompt_logits is None:
             return
         for index, item in enumerate(iteration.scheduled):
@@ -365,7 +388,7 @@ class Executor:
 
     def _resume(self, iteration: Iteration, sweep: Sweep, vetoed: Sequence[LeftRows]) -> Sweep:
         """A sweep of rows that should have stayed, from where they left."""
-        arrivals: dict[int, list[Arrival]] = {}
+        groups: dict[int, list[tuple[int, KeptGroup]]] = {}
         for left in vetoed:
             self.trace.vetoed_rows += len(left.items)
             iteration.exits.sure[left.items] = False
@@ -375,10 +398,11 @@ class Executor:
                 group = self._kept.take(request.request_id, layer)
                 assert group is not None
                 if not carries_on(request):  # `fill`: those before it did leave
-                    if len(group.positions) > 1:
-                        self._kept.keep(request.request_id, layer, group.positions[:-1], group.states[:-1])
-                    group = KeptGroup(group.positions[-1:], group.states[-1:])
-                arrivals.setdefault(layer, []).append(Arrival(item, group.positions, group.states, predicts=True))
+                    for position, slot in zip(group.positions[:-1], group.slots[:-1], strict=True):
+                        self._kept.keep(request.request_id, layer, position, slot)
+                    group = KeptGroup(group.positions[-1:], group.slots[-1:])
+                groups.setdefault(layer, []).append((item, group))
+        arrivals = {layer: self._arrivals(some, predicts=True) for layer, some in groups.items()}
         sweep.keep(np.empty(0, dtype=np.intp))
         sweep.previous = sweep.x
         resumed = Sweep(sweep.x, sweep.x, sweep.rows, sweep.items, sweep.predicts, sweep.bound, arrivals=arrivals)

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from offramp.common.exits.confidence import confidence
 from offramp.common.exits.policy import ExitPolicy, Measure
-from offramp.serve.execution.sweep import Mask, Places, Sweep
+from offramp.serve.execution.sweep import BestTokens, LeftRows, Mask, PickedRows, Places, Sweep
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.packed import PackedModel
@@ -137,33 +137,29 @@ class Scored:
     Attributes:
         places: [n] which of the rows inside.
         state: [n, D] what the exit's unembedding reads; None if the measure needs none.
-        head: best tokens that are the exit's; None if not known.
+        best: best tokens that are the exit's; None if not known.
         logits: [n, V] fp32 of the whole vocabulary; None if not computed.
     """
 
     places: Places
     state: Tensor | None = None
-    head: HeadOutput | None = None
+    best: BestTokens | None = None
     logits: Tensor | None = None
 
-    def select(self, wanted: Mask) -> Scored | None:
-        """The rows that are `wanted` [rows inside]; None without any."""
-        mine = wanted[self.places]
-        if not mine.any():
+    def left(self, layer: int, items: Places) -> LeftRows | None:
+        """All of these rows as rows that leave; None if what they predict has to be computed from the start.
+
+        Args:
+            layer: exit layer.
+            items: [rows inside] whose.
+        """
+        if self.state is None:
             return None
-        if mine.all():
-            return self
-        index = torch.from_numpy(np.flatnonzero(mine))
-        return Scored(
-            self.places[mine],
-            None if self.state is None else self.state.index_select(0, index),
-            None if self.head is None else self.head.select(index),
-            None if self.logits is None else self.logits.index_select(0, index),
-        )
+        logits = None if self.logits is None else PickedRows(self.logits)
+        return LeftRows(items[self.places], layer, PickedRows(self.state), self.best, logits)
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Rows that are measured in the same way.
 
     Attributes:
@@ -176,21 +172,21 @@ class _Group:
     takes_logits: bool
 
 
-class IterationExits:
-    """Exits that the newest rows of one iteration's requests may take, and how sure they have become.
+class OpenExits:
+    """Exits that the newest rows of some requests may take, and how they are measured there.
 
     Attributes:
         layers: exit layers at which some row is tested, ascending.
         asked: [I] requests whose newest row is tested at some exit.
-        sure: [I] of them, those whose confidence exceeded a threshold in this pass.
-        confidence: [I] what was measured last, float64; NaN if nothing.
         any_veto: whether tokens of some of them must be on a shortlist.
         group_numbers: [I] who is measured in the same way has the same number; -1 is not tested.
+        groups: by number.
+        levels: exit layer -> [I] what the confidence must exceed, float64.
     """
 
     def __init__(
         self,
-        model: PackedModel,
+        candidates: Sequence[int],
         requests: Sequence[Request],
         exits: Sequence[RequestExits | None],
         uses: Sequence[LogitsUse],
@@ -198,24 +194,29 @@ class IterationExits:
         """Collect thresholds.
 
         Args:
-            model: whose exits.
+            candidates: early exits of the model, ascending.
             requests: I.
             exits: which exits the newest row of each may take; None takes none.
             uses: for each of them, what its next token asks of the logits.
         """
-        self._model = model
-        self.sure: Mask = np.zeros(len(requests), dtype=np.bool_)
-        self.confidence = np.full(len(requests), np.nan)
-        self.any_veto = False
-        self.group_numbers = np.full(len(requests), -1)
-        self._groups: list[_Group] = []
+        self._nobody: Mask = np.zeros(len(requests), dtype=np.bool_)
         self._is_open: dict[int, Mask] = {}
         self._open_to_all: set[int] = set()
-        if not any(exits):
-            self.asked: Mask = self.sure
-            self.layers: list[int] = []
+        self.layers: list[int] = []
+        self.levels: dict[int, npt.NDArray[np.float64]] = {}
+        groups: dict[_Group, int] = {}
+        # A row goes one way or the other by its own needs, never by its neighbours'. What is only reported is no need
+        # here: it must not change by a bit how sure a row is.
+        numbers = [
+            -1 if allowed is None else groups.setdefault(_Group(allowed.rule, use is LogitsUse.CHOICE), len(groups))
+            for allowed, use in zip(exits, uses, strict=True)
+        ]
+        self.groups = list(groups)
+        self.group_numbers = np.array(numbers)
+        self.any_veto = any(group.rule.on_shortlist is not None for group in groups)
+        self.asked = self._nobody
+        if not groups:
             return
-        candidates = [layer for layer in model.exits if layer != model.config.num_layers]
         never = (_NEVER,) * len(candidates)
         # A confidence is compared as the Python float that naive generation compares.
         levels = np.array(
@@ -224,47 +225,62 @@ class IterationExits:
                 for request, allowed in zip(requests, exits, strict=True)
             ],
             dtype=np.float64,
-        ).reshape(len(requests), len(candidates))
-        used = levels < _NEVER
-        self.asked = np.logical_or.reduce(used, axis=1)
-        by_exit: list[bool] = np.logical_or.reduce(used, axis=0).tolist()
-        self.layers = [layer for layer, is_used in zip(candidates, by_exit, strict=True) if is_used]
-        self._levels = dict(zip(candidates, levels.T.copy(), strict=True))
-        self._is_open = dict(zip(candidates, used.T.copy(), strict=True))
-        self._open_to_all.update(layer for layer in self.layers if self._is_open[layer].all())
-        # A row goes one way or the other by its own needs, never by its neighbours'. What is only reported is no need
-        # here: it must not change by a bit how sure a row is.
-        groups: dict[_Group, int] = {}
-        self.group_numbers = np.array(
-            [
-                -1 if allowed is None else groups.setdefault(_Group(allowed.rule, use is LogitsUse.CHOICE), len(groups))
-                for allowed, use in zip(exits, uses, strict=True)
-            ]
         )
-        self._groups = list(groups)
-        self.any_veto = any(group.rule.on_shortlist is not None for group in self._groups)
+        used = levels < _NEVER
+        for number, layer in enumerate(candidates):
+            self.levels[layer], is_open = levels[:, number], used[:, number]
+            count = np.count_nonzero(is_open)
+            if not count:
+                continue
+            self.layers.append(layer)
+            self._is_open[layer] = is_open
+            if count == len(requests):
+                self._open_to_all.add(layer)
+            self.asked = self.asked | is_open
 
-    def is_open(self, layer: int) -> Mask:
+    def to(self, layer: int) -> Mask:
         """[I] requests that may leave at `layer`."""
-        return self._is_open.get(layer, np.zeros(len(self.sure), dtype=np.bool_))
+        return self._is_open.get(layer, self._nobody)
 
-    def is_open_to_all(self, layer: int) -> bool:
+    def to_all(self, layer: int) -> bool:
         """Whether every request may leave at `layer`."""
         return layer in self._open_to_all
 
+
+class IterationExits:
+    """How sure the newest rows of one iteration's requests have become.
+
+    Attributes:
+        open_exits: what they may take.
+        sure: [I] requests whose confidence exceeded a threshold in this pass.
+        confidence: [I] what was measured last, float64; NaN if nothing.
+    """
+
+    def __init__(self, model: PackedModel, open_exits: OpenExits) -> None:
+        """Start with nobody sure.
+
+        Args:
+            model: whose exits.
+            open_exits: what the rows may take.
+        """
+        self._model = model
+        self.open_exits = open_exits
+        self.sure: Mask = np.zeros(len(open_exits.asked), dtype=np.bool_)
+        self.confidence = np.full(len(open_exits.asked), np.nan)
+
     def is_tested(self, layer: int) -> Mask:
         """[I] requests with a threshold at `layer` that are not sure yet."""
-        return self.is_open(layer) & ~self.sure
+        return self.open_exits.to(layer) & ~self.sure
 
     def may_leave(self, layer: int) -> Mask:
         """[I] requests that `layer` is open to, or that were sure already at an exit before it."""
-        return self.is_open(layer) | self.sure
+        return self.open_exits.to(layer) | self.sure
 
     def off_shortlist(self, items: Places, token_ids: npt.NDArray[np.int64]) -> Mask:
         """[n] requests whose token [n] must be on their shortlist and is not; see `ExitRule`."""
         stays = np.zeros(len(items), dtype=np.bool_)
-        numbers = self.group_numbers[items]
-        for number, group in enumerate(self._groups):
+        numbers = self.open_exits.group_numbers[items]
+        for number, group in enumerate(self.open_exits.groups):
             if group.rule.on_shortlist is not None:
                 mine = numbers == number
                 stays[mine] = ~group.rule.on_shortlist[token_ids[mine]]
@@ -272,8 +288,9 @@ class IterationExits:
 
     def unembedding(self, group_number: int, layer: int) -> Unembedding:
         """What gives the best tokens of a group's requests at an exit."""
-        if group_number >= 0 and self._groups[group_number].rule.shortlist_only and layer in self._levels:
-            return self._groups[group_number].rule.heads[layer]
+        rule = None if group_number < 0 else self.open_exits.groups[group_number].rule
+        if rule is not None and rule.shortlist_only and layer in self.open_exits.levels:
+            return rule.heads[layer]
         return self._model.exits[layer].unembed
 
     def test(self, layer: int, sweep: Sweep, tested: Places, cache: KVStorage) -> list[Scored]:
@@ -289,20 +306,21 @@ class IterationExits:
             All N rows, in parts.
         """
         items = sweep.items if len(tested) == len(sweep) else sweep.items[tested]
-        if len(self._groups) == 1:
-            values, result = self._measure(self._groups[0], layer, sweep, tested, cache)
+        groups = self.open_exits.groups
+        if len(groups) == 1:
+            values, result = self._measure(groups[0], layer, sweep, tested, cache)
             measured, scored = values.numpy(force=True).astype(np.float64), [result]
         else:
             measured, scored = np.empty(len(tested)), []
-            numbers = self.group_numbers[items]
-            for number, group in enumerate(self._groups):
+            numbers = self.open_exits.group_numbers[items]
+            for number, group in enumerate(groups):
                 mine = np.flatnonzero(numbers == number)
                 if len(mine):
                     values, result = self._measure(group, layer, sweep, tested[mine], cache)
                     measured[mine] = values.numpy(force=True)
                     scored.append(result)
         self.confidence[items] = measured
-        self.sure[items] = measured > self._levels[layer][items]  # false for NaN
+        self.sure[items] = measured > self.open_exits.levels[layer][items]  # false for NaN
         return scored
 
     def _measure(
@@ -319,10 +337,11 @@ class IterationExits:
         whole = head is self._model.exits[layer].unembed
         if rule.measure != "entropy" and not (whole and group.takes_logits):
             state, best, values = self._model.test_exit(layer, x, rows, cache, head, rule.measure)
-            return values, Scored(places, state, best if whole or rule.shortlist_only else None)
+            return values, Scored(places, state, BestTokens.of(best) if whole or rule.shortlist_only else None)
         state = self._model.exit_state(layer, x, rows, cache)
         logits = head.linear.logits(state)
         values = confidence(rule.measure, logits, state, state)
         if whole:
             return values, Scored(places, state, logits=logits)
-        return values, Scored(places, state, head.named(HeadOutput.of(logits)) if rule.shortlist_only else None)
+        best = head.named(HeadOutput.of(logits)) if rule.shortlist_only else None
+        return values, Scored(places, state, None if best is None else BestTokens.of(best))

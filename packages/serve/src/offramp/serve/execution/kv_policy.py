@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch import Tensor
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.execution.kept_tokens import KeptTokens
-from offramp.serve.model.rows import Rows
+from offramp.serve.execution.stored_states import StoredStates
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.request import Request
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
@@ -28,14 +27,14 @@ from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest
 class LeaveRule(Protocol):
     """What happens to rows that leave."""
 
-    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Iterable[str]) -> None:
+    def __call__(self, layer: int, x: Tensor, positions: Sequence[int], owners: Iterable[str]) -> None:
         """Deal with rows that leave.
 
         Args:
             layer: exit layer.
             x: [N, D] their states after it.
-            rows: N.
-            owners: N, the ids of their requests; rows of one are neighbours, in order of position.
+            positions: N, in their sequences.
+            owners: N, the ids of their requests; rows of one are in order of position.
         """
         ...
 
@@ -48,24 +47,22 @@ class Keep:
     stopped. Under `fill` it first makes their keys and values from the states.
     """
 
-    def __init__(self, kept: KeptTokens) -> None:
-        self._kept = kept
+    def __init__(self, kept: KeptTokens, states: StoredStates) -> None:
+        self._kept, self._states = kept, states
 
-    def __call__(self, layer: int, x: Tensor, rows: Rows, owners: Iterable[str]) -> None:
-        """Put the rows away, request by request."""
-        runs = [(owner, sum(1 for _ in members)) for owner, members in groupby(owners)]
-        counts = [count for _, count in runs]
-        for (owner, _), positions, states in zip(runs, rows.positions.split(counts), x.split(counts), strict=True):
-            self._kept.keep(owner, layer, positions, states)
+    def __call__(self, layer: int, x: Tensor, positions: Sequence[int], owners: Iterable[str]) -> None:
+        """Put the rows away."""
+        for owner, position, slot in zip(owners, positions, self._states.put(x), strict=True):
+            self._kept.keep(owner, layer, position, slot)
 
 
-def abandon(layer: int, x: Tensor, rows: Rows, owners: Iterable[str]) -> None:
+def abandon(layer: int, x: Tensor, positions: Sequence[int], owners: Iterable[str]) -> None:
     """`static`: every later row leaves at the same exit, so nothing above it is ever read."""
 
 
-def leave_rules(kept: KeptTokens) -> Mapping[KVPolicy, LeaveRule]:
+def leave_rules(kept: KeptTokens, states: StoredStates) -> Mapping[KVPolicy, LeaveRule]:
     """The rule of every policy whose rows may leave."""
-    keep = Keep(kept)
+    keep = Keep(kept, states)
     return {"fill": keep, "recompute": keep, "verify": keep, "static": abandon}
 
 

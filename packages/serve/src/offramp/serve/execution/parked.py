@@ -5,19 +5,15 @@ time. So it does not pay to run the deep layers in every iteration for the few r
 are put away where they are, and their requests get no token and bring no new row, until a quorum is together. What a
 row is given does not depend on when it goes on, so answers stay what they are; they only come later.
 
-Legend: N rows, D model.
+Legend: N rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-from torch import Tensor
-
-from offramp.serve.execution.sweep import Mask
+from offramp.serve.execution.stored_states import StoredStates
 
 
 @dataclass
@@ -26,14 +22,14 @@ class ParkedRows:
 
     Attributes:
         exit_layer: where.
-        positions: [N] ascending.
-        x: [N, D] states after the exit layer.
+        positions: N, ascending.
+        slots: N, where their states after the exit layer are stored.
         waited: iterations that the newest row has waited, at earlier exits too.
     """
 
     exit_layer: int
-    positions: Tensor
-    x: Tensor
+    positions: list[int]
+    slots: list[int]
     waited: int = 0
 
 
@@ -44,15 +40,16 @@ class Parking:
         is_open: whether rows are parked at all.
     """
 
-    def __init__(self, quorum: float, max_iterations: int) -> None:
+    def __init__(self, quorum: float, max_iterations: int, states: StoredStates) -> None:
         """Start empty.
 
         Args:
             quorum: share of an iteration's decoding requests that must want the layers above an exit; 0: nobody waits.
             max_iterations: most iterations that a row waits.
+            states: what the slots of the rows count.
         """
         self.is_open = quorum > 0
-        self._quorum, self._max_iterations = quorum, max_iterations
+        self._quorum, self._max_iterations, self._states = quorum, max_iterations, states
         self._parked: dict[str, ParkedRows] = {}
 
     def __len__(self) -> int:
@@ -63,22 +60,23 @@ class Parking:
         """Whether a request's newest row waits."""
         return request_id in self._parked
 
-    def waiting(self, request_ids: Iterable[str], exit_layer: int | None = None) -> dict[str, ParkedRows]:
+    def waiting(self, request_ids: Container[str], exit_layer: int | None = None) -> dict[str, ParkedRows]:
         """What waits of some requests, at one exit or (None) at any."""
-        if not self._parked:
-            return {}
-        found = ((one, self._parked.get(one)) for one in request_ids)
-        return {one: rows for one, rows in found if rows is not None and exit_layer in (None, rows.exit_layer)}
+        return {
+            one: rows
+            for one, rows in self._parked.items()
+            if exit_layer in (None, rows.exit_layer) and one in request_ids
+        }
 
-    def begin(self, request_ids: Iterable[str]) -> dict[str, ParkedRows]:
+    def begin(self, request_ids: Container[str]) -> dict[str, ParkedRows]:
         """An iteration begins with some requests: what waits of them, which has then waited once more."""
         waiting = self.waiting(request_ids)
         for rows in waiting.values():
             rows.waited += 1
         return waiting
 
-    def are_due(self, waited: npt.NDArray[np.int64]) -> Mask:
-        """Which rows have waited for so many iterations that they must go on."""
+    def is_due(self, waited: int) -> bool:
+        """Whether a row has waited for so many iterations that it must go on."""
         return waited >= self._max_iterations
 
     def has_quorum(self, num_requests: int, num_decodes: int) -> bool:
@@ -91,9 +89,11 @@ class Parking:
         self._parked[request_id] = rows
 
     def take(self, request_id: str) -> ParkedRows:
-        """Get the rows of a request that waits, for good."""
+        """Get the rows of a request that waits, for good, and their slots with them."""
         return self._parked.pop(request_id)
 
     def forget(self, request_id: str) -> None:
         """Drop what is parked of a request."""
-        self._parked.pop(request_id, None)
+        rows = self._parked.pop(request_id, None)
+        if rows is not None:
+            self._states.forget(rows.slots)

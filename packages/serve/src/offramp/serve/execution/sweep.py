@@ -6,7 +6,6 @@ Legend: N rows, D model, V vocabulary, L layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +19,49 @@ from offramp.serve.model.rows import Places, Rows
 Mask = npt.NDArray[np.bool_]
 
 
+@dataclass(frozen=True)
+class BestTokens:
+    """Best tokens of rows, on the host.
+
+    Attributes:
+        token_ids: [n].
+        logits: [n] fp32 theirs; not finite if a token cannot be told.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    logits: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, head: HeadOutput) -> BestTokens:
+        """Of all rows of an output."""
+        return cls(head.token_ids.numpy(force=True), head.best.numpy(force=True))
+
+    def select(self, places: Places | slice) -> BestTokens:
+        """The rows at `places`."""
+        return BestTokens(self.token_ids[places], self.logits[places])
+
+
+@dataclass(frozen=True)
+class PickedRows:
+    """Rows of a tensor, which are not gathered as long as nobody reads them.
+
+    Attributes:
+        tensor: [N, ...].
+        places: [n] which of them; None: all.
+    """
+
+    tensor: Tensor
+    places: Places | None = None
+
+    def select(self, places: Places) -> PickedRows:
+        """Of these rows, those at `places`."""
+        return PickedRows(self.tensor, places if self.places is None else self.places[places])
+
+    def gather(self) -> Tensor:
+        """[n, ...]."""
+        return self.tensor if self.places is None else self.tensor.index_select(0, torch.from_numpy(self.places))
+
+
 @dataclass
 class LeftRows:
     """Rows that have left and predict a token.
@@ -28,47 +70,50 @@ class LeftRows:
         items: [n] whose.
         exit_layer: where.
         state: [n, D] what the exit's unembedding reads.
-        head: best tokens [n], where known already.
+        best: best tokens [n], where known already.
         logits: [n, V], where known already.
     """
 
     items: Places
     exit_layer: int
-    state: Tensor
-    head: HeadOutput | None = None
-    logits: Tensor | None = None
+    state: PickedRows
+    best: BestTokens | None = None
+    logits: PickedRows | None = None
 
     def select(self, wanted: Mask) -> LeftRows | None:
         """The rows `wanted` [n]; None if there are none."""
         if wanted.all():
             return self
-        if not wanted.any():
+        places = np.flatnonzero(wanted)
+        if not len(places):
             return None
-        index = torch.from_numpy(np.flatnonzero(wanted))
         return LeftRows(
-            self.items[wanted],
+            self.items[places],
             self.exit_layer,
-            self.state.index_select(0, index),
-            None if self.head is None else self.head.select(index),
-            None if self.logits is None else self.logits.index_select(0, index),
+            self.state.select(places),
+            None if self.best is None else self.best.select(places),
+            None if self.logits is None else self.logits.select(places),
         )
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """Rows of one request that join a pass where they had left it.
+class Arrivals:
+    """Rows that join a pass where they had left it.
 
     Attributes:
-        item: whose.
-        positions: [n] ascending.
+        items: [n] whose.
+        positions: [n] ascending for each of them.
         x: [n, D] their states.
-        predicts: whether the last of them predicts a token.
+        predicts: [n] rows that predict a token.
     """
 
-    item: int
-    positions: Tensor
+    items: Places
+    positions: npt.NDArray[np.int64]
     x: Tensor
-    predicts: bool
+    predicts: Mask
+
+    def __len__(self) -> int:
+        return len(self.items)
 
 
 @dataclass
@@ -94,7 +139,7 @@ class Sweep:
     predicts: Mask
     bound: Places
     depth: int = 0
-    arrivals: dict[int, list[Arrival]] = field(default_factory=dict)
+    arrivals: dict[int, Arrivals] = field(default_factory=dict)
     left: list[LeftRows] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -119,31 +164,15 @@ class Sweep:
         """Rows at `places` [n], as tensors."""
         return self.rows if len(places) == len(self) else self.rows.select(places)
 
-    def leave(
-        self,
-        layer: int,
-        places: Places,
-        state: Tensor,
-        head: HeadOutput | None = None,
-        logits: Tensor | None = None,
-    ) -> None:
-        """Note that the rows at `places` predict a token here; the arguments are those of `LeftRows`."""
-        self.left.append(LeftRows(self.items[places], layer, state, head, logits))
-
     def keep(self, places: Places) -> None:
         """Only these rows go on."""
         self.x, self.rows = self.x.index_select(0, torch.from_numpy(places)), self.rows.select(places)
         self.items, self.predicts, self.bound = self.items[places], self.predicts[places], self.bound[places]
 
-    def admit(self, arrivals: Sequence[Arrival], num_layers: int) -> None:
+    def admit(self, arrivals: Arrivals, num_layers: int) -> None:
         """Further rows go on from here."""
-        counts = [len(arrival.positions) for arrival in arrivals]
-        items = np.repeat([arrival.item for arrival in arrivals], counts)
-        predicts = np.zeros(len(items), dtype=np.bool_)
-        predicts[np.cumsum(counts) - 1] = [arrival.predicts for arrival in arrivals]
-        self.rows, order = self.rows.join(items, np.concatenate([arrival.positions.numpy() for arrival in arrivals]))
-        x = torch.cat([self.x, *(arrival.x for arrival in arrivals)])
-        self.x = x.index_select(0, torch.from_numpy(order))
-        self.items = np.concatenate((self.items, items))[order]
-        self.predicts = np.concatenate((self.predicts, predicts))[order]
-        self.bound = np.concatenate((self.bound, np.full(len(items), num_layers)))[order]
+        self.rows, order = self.rows.join(arrivals.items, arrivals.positions)
+        self.x = torch.cat((self.x, arrivals.x)).index_select(0, torch.from_numpy(order))
+        self.items = np.concatenate((self.items, arrivals.items))[order]
+        self.predicts = np.concatenate((self.predicts, arrivals.predicts))[order]
+        self.bound = np.concatenate((self.bound, np.full(len(arrivals), num_layers)))[order]

@@ -36,16 +36,6 @@ class HeadOutput:
         second = logits.topk(2, dim=-1).values[:, 1]
         return cls(token_ids, best, second, logits.logsumexp(dim=-1))
 
-    def select(self, index: Tensor) -> HeadOutput:
-        """The rows `index` [n]."""
-        columns = (self.token_ids, self.best, self.second, self.logsumexp)
-        return HeadOutput(*(column.index_select(0, index) for column in columns))
-
-    def split(self, counts: list[int]) -> list[HeadOutput]:
-        """The first rows, the next ones, and so on."""
-        columns = (self.token_ids, self.best, self.second, self.logsumexp)
-        return [HeadOutput(*parts) for parts in zip(*(column.split(counts) for column in columns), strict=True)]
-
     def renumbered(self, token_ids: Tensor) -> HeadOutput:
         """With the token ids that a shortlist's own numbers stand for."""
         return HeadOutput(token_ids[self.token_ids], self.best, self.second, self.logsumexp)

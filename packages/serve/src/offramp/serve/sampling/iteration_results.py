@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from offramp.serve.execution.departures import Departure
@@ -143,10 +142,10 @@ class IterationResults:
         """The next tokens of rows of different requests."""
         if not places:
             return
-        if departure.head is not None:
-            best, token_ids = departure.head.best.tolist(), departure.head.token_ids.tolist()
+        if departure.best is not None:
+            logits, token_ids = departure.best.logits.tolist(), departure.best.token_ids.tolist()
             for place in places:
-                is_sound = math.isfinite(best[place])
+                is_sound = math.isfinite(logits[place])
                 self._take(departure, place, self._best(departure, place, token_ids[place]) if is_sound else None)
             return
         assert departure.logits is not None
@@ -182,14 +181,13 @@ class IterationResults:
     def _draft_or_judge(self, departure: Departure, item: int, places: Sequence[int]) -> None:
         """A token of an early exit, to be judged later; or drafts that the full model has read now."""
         state, layer = self._states[item], departure.exit_layer
-        drafting, head, logits = state.drafting, departure.head, departure.logits
+        drafting, best, logits = state.drafting, departure.best, departure.logits
         assert drafting is not None
         choices: list[int] = []
-        if head is not None:
-            index = torch.tensor(places)
-            if not bool(head.best[index].isfinite().all()):
+        if best is not None:
+            if not all(map(math.isfinite, best.logits[places].tolist())):
                 raise NoTokenError
-            choices = head.token_ids[index].tolist()
+            choices = best.token_ids[places].tolist()
         if layer == self._num_layers:
             assert len(places) == len(state.request.drafts) + 1, "every draft has a row, and the newest token"
             tokens = drafting.judge_choices(choices) if logits is None else drafting.judge(logits[places])
