@@ -9,7 +9,7 @@ from offramp.serve.kv_cache.storage import KVStorage
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 5), (3, 700, 1024)])
+@pytest.mark.parametrize("shape", [(3, 5), (3, 300, 300), (3, 700, 1024)])
 def test_a_moved_tensor_is_the_same_tensor_elsewhere(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.randn(shape).to(dtype)
     moved = memory.moved(tensor)
@@ -19,11 +19,12 @@ def test_a_moved_tensor_is_the_same_tensor_elsewhere(shape: tuple[int, ...], dty
     assert torch.equal(moved, tensor)
 
 
-def test_large_tensors_begin_at_a_huge_page_and_outlive_their_neighbours() -> None:
-    tensors = [memory.empty((2 << 20,), torch.float32).fill_(value) for value in range(3)]
+@pytest.mark.parametrize("size", [2 << 20, 100_000])
+def test_large_tensors_begin_at_a_huge_page_and_outlive_their_neighbours(size: int) -> None:
+    tensors = [memory.empty((size,), torch.float32).fill_(value) for value in range(3)]
     assert all(tensor.data_ptr() % (2 << 20) == 0 for tensor in tensors)
     del tensors[1]
-    assert [float(tensor.sum()) for tensor in tensors] == [0.0, float(2 * (2 << 20))]
+    assert [float(tensor.sum()) for tensor in tensors] == [0.0, float(2 * size)]
 
 
 @pytest.mark.parametrize("num_blocks", [1 << 40, 1 << 58])

@@ -118,7 +118,7 @@ class Planner:
         Args:
             model: whose exits.
             kept: tokens that wait for a deeper pass.
-            parking: newest rows that wait for company. As an iteration is planned, those of its requests wait once more.
+            parking: newest rows that wait for company. Those of an iteration's requests wait once more by its plan.
         """
         self._model, self._kept, self._parking = model, kept, parking
         self._candidates = [layer for layer in model.exits if layer != model.config.num_layers]

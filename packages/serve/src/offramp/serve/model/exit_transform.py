@@ -72,12 +72,13 @@ class ExitTransform:
             gated, linear = stacked(head.mlp.gate_proj, head.mlp.up_proj), stacked(head.mlp.down_proj)
         library = native_library() if kernels == "native" else None
         if library is not None:
-            self._exit_state, self._exit_test = library.ops.exit_state.default, library.ops.exit_test.default
+            native = library.ops
+            self._exit_state, self._exit_test = native.exit_state.default, native.exit_test.default
             features = 0 if gated is None else len(gated[0]) // 2
             packed = (
-                *(_NO_MAP if gated is None else NativeMap.pack(library.ops, *gated, gated=True, int8_for=int8_for)),
+                *(_NO_MAP if gated is None else NativeMap.pack(native, *gated, gated=True, int8_for=int8_for).moved()),
                 features,
-                *(_NO_MAP if linear is None else NativeMap.pack(library.ops, *linear, int8_for=int8_for)),
+                *(_NO_MAP if linear is None else NativeMap.pack(native, *linear, int8_for=int8_for).moved()),
             )
             self._arguments = (self._inner_norm, *packed, self._is_scaled, self._norm, eps)
         else:

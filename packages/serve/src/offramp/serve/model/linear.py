@@ -89,6 +89,11 @@ class NativeMap(NamedTuple):
         packed, scales = ops.pack_int8(quantized.values, quantized.scales, int8_for, gated)
         return cls(packed, packed_bias, scales)
 
+    def moved(self) -> NativeMap:
+        """The same in huge pages."""
+        bias, scales = (None if tensor is None else memory.moved(tensor) for tensor in self[1:])
+        return NativeMap(memory.moved(self.weight), bias, scales)
+
 
 class PackedLinear:
     """y = x W^T + b.
@@ -123,9 +128,8 @@ class PackedLinear:
         if self.kernels == "native":
             library = native_library()
             assert library is not None
-            packed, self._bias, scales = NativeMap.pack(library.ops, weight, bias, int8_for=int8_for)
-            self._weight = memory.moved(packed)
-            self._scales = None if scales is None else memory.moved(scales)
+            packed = NativeMap.pack(library.ops, weight, bias, int8_for=int8_for).moved()
+            self._weight, self._bias, self._scales = packed
             # Named overloads, because looking for the right one at each call takes longer than a small product.
             self._linear, self._head = library.ops.linear.default, library.ops.head.default
             return

@@ -22,6 +22,7 @@ from offramp.common.model.exit_head import ExitHead
 from offramp.common.model.norm import RMSNorm
 from offramp.common.model.rope import inverse_frequencies, rotary_tables
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.serve import memory
 from offramp.serve.config import Kernels, Quantization
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.exit_transform import ExitTransform, HeadMeasure, cosine
@@ -107,7 +108,11 @@ class PackedModel:
         on_cpu = model.embed_tokens.weight.device.type == "cpu"
         self.kernels: ChosenKernels = choose_kernels(kernels, dtype) if on_cpu else "plain"
         self.cosine = cosine(self.kernels)
-        self._embedding = model.embed_tokens.weight.detach().to(dtype)
+        embedding = model.embed_tokens.weight.detach().to(dtype)
+        # A checkpoint's own may be a file mapped into memory, of which each token needs another page.
+        self._embedding = memory.moved(embedding) if on_cpu else embedding
+        if release and model.embed_tokens.weight.dtype == dtype:
+            model.embed_tokens.weight.data = self._embedding
         self.has_exit_blocks = model.exit_config.head == "block"
         heads = {e: cast(ExitHead, model.exits[str(e)]) for e in model.exit_config.layers}
         backbone = [cast(Block, block) for block in model.layers]
