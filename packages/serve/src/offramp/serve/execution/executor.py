@@ -218,7 +218,11 @@ class Executor:
         self._part(sweep, layer, leaving, scored)
         seconds += self._clock.lap("other")
         seconds += self._settle(iteration, sweep, layer, np.flatnonzero(leaving))
-        sweep.keep(np.flatnonzero(~leaving))
+        staying = np.flatnonzero(~leaving)
+        if len(staying):
+            sweep.keep(staying)
+        else:
+            sweep.clear()
         seconds += self._clock.lap("other")
         if self._times is not None:
             self._times.left(layer, num_rows, seconds)
@@ -345,11 +349,16 @@ class Executor:
             if groups:
                 sweep.admit(self._arrivals(groups, predicts=True), self._num_layers)
             return
-        positions, slots = sweep.rows.positions.tolist(), self._states.put(sweep.x)
-        for item, run in sweep.runs:
-            rows = ParkedRows(layer, positions[run], slots[run], int(iteration.waited[item]))
-            self._parking.put(iteration.owner(item), rows)
-        sweep.keep(np.empty(0, dtype=np.intp))
+        parked: dict[int, ParkedRows] = {}
+        slots = self._states.put(sweep.x)
+        for item, position, slot in zip(sweep.items.tolist(), sweep.rows.positions.tolist(), slots, strict=True):
+            rows = parked.get(item)
+            if rows is None:
+                rows = parked[item] = ParkedRows(layer, waited=int(iteration.waited[item]))
+                self._parking.put(iteration.owner(item), rows)
+            rows.positions.append(position)
+            rows.slots.append(slot)
+        sweep.clear()
 
     def _goes_on(self, iteration: Iteration, sweep: Sweep, waiting: Mapping[str, ParkedRows]) -> bool:
         """Whether the layers above run for the rows inside and for those that wait here."""
@@ -403,7 +412,7 @@ class Executor:
                     group = KeptGroup(group.positions[-1:], group.slots[-1:])
                 groups.setdefault(layer, []).append((item, group))
         arrivals = {layer: self._arrivals(some, predicts=True) for layer, some in groups.items()}
-        sweep.keep(np.empty(0, dtype=np.intp))
+        sweep.clear()
         sweep.previous = sweep.x
         resumed = Sweep(sweep.x, sweep.x, sweep.rows, sweep.items, sweep.predicts, sweep.bound, arrivals=arrivals)
         resumed.depth = min(arrivals)

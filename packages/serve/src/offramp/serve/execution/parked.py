@@ -11,7 +11,7 @@ Legend: N rows.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offramp.serve.execution.stored_states import StoredStates
 
@@ -28,8 +28,8 @@ class ParkedRows:
     """
 
     exit_layer: int
-    positions: list[int]
-    slots: list[int]
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
     waited: int = 0
 
 

@@ -5,7 +5,6 @@ Legend: N rows, D model, V vocabulary, L layers.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -150,12 +149,6 @@ class Sweep:
         """[n] where the rows are that predict a token."""
         return np.flatnonzero(self.predicts)
 
-    @property
-    def runs(self) -> list[tuple[int, slice]]:
-        """The requests whose rows are inside, and where these are."""
-        bounds = [*np.flatnonzero(np.diff(self.items, prepend=-1)).tolist(), len(self)]
-        return [(int(self.items[start]), slice(start, stop)) for start, stop in itertools.pairwise(bounds)]
-
     def select(self, states: Tensor, places: Places) -> Tensor:
         """Rows at `places` [n] of states [N, D]; all of them without a copy."""
         return states if len(places) == len(states) else states.index_select(0, torch.from_numpy(places))
@@ -168,6 +161,12 @@ class Sweep:
         """Only these rows go on."""
         self.x, self.rows = self.x.index_select(0, torch.from_numpy(places)), self.rows.select(places)
         self.items, self.predicts, self.bound = self.items[places], self.predicts[places], self.bound[places]
+
+    def clear(self) -> None:
+        """Nobody goes on."""
+        nobody = slice(0)
+        self.x, self.rows = self.x[nobody], self.rows.select(nobody)
+        self.items, self.predicts, self.bound = self.items[nobody], self.predicts[nobody], self.bound[nobody]
 
     def admit(self, arrivals: Arrivals, num_layers: int) -> None:
         """Further rows go on from here."""

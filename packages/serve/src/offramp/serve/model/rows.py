@@ -92,7 +92,7 @@ class Rows:
             self.positions, self.sequences, self.block_tables, context.block_size, context.sliding_window, context.dtype
         )
 
-    def select(self, places: Places) -> Rows:
+    def select(self, places: Places | slice) -> Rows:
         """The rows at `places` [n], which keeps those of one sequence neighbours in order of position."""
         return Rows(
             _at(self.positions, places),
@@ -146,7 +146,7 @@ def _joined(one: Tensor, other: Tensor) -> Tensor:
     return torch.from_numpy(np.concatenate((one.numpy(), other.numpy())))
 
 
-def _at(column: Tensor, places: Places) -> Tensor:
+def _at(column: Tensor, places: Places | slice) -> Tensor:
     # Of a few numbers, and cheaper than an operation of torch.
     return torch.from_numpy(column.numpy()[places])
 

@@ -11,7 +11,6 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -113,7 +112,7 @@ class IterationResults:
             if item not in self._failed:
                 request_id = self._states[item].request.request_id
                 result = self.by_id.get(request_id, IterationResult())
-                self.by_id[request_id] = replace(result, prompt_logprobs=tuple(parts))
+                self.by_id[request_id] = result._replace(prompt_logprobs=tuple(parts))
 
     def _is_plain(self, item: int, layer: int) -> bool:
         """Whether a row's token is handed out as it is chosen."""

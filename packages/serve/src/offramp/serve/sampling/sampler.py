@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,7 @@ from offramp.serve.sampling.draws import Purpose, fresh_seed, uniform
 from offramp.serve.sampling.logit_processors import LogitProcessors, TokenCounts
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """The token chosen for one row.
 
     Attributes:
@@ -71,6 +70,9 @@ class SamplingState:
         self._counts = TokenCounts(request.prompt_token_ids) if params.has_penalties else None
         self._constraint = constraint
         self._readers = [reader for reader in (self._counts, constraint) if reader is not None]
+        is_chosen = not params.is_greedy or params.logit_bias or self._readers
+        reported = LogitsUse.BEST if params.logprobs is None else LogitsUse.REPORT
+        self._logits_use = LogitsUse.CHOICE if is_chosen else reported
         self._read: list[int] = []  # generated tokens that the readers know
         self._num_final = 0  # of these, the first ones that are output and not drafts
 
@@ -82,10 +84,8 @@ class SamplingState:
     @property
     def logits_use(self) -> LogitsUse:
         """What the next token asks of the logits."""
-        params = self.request.sampling
-        if not params.is_greedy or params.logit_bias or self._readers or self.next_index < params.min_tokens:
-            return LogitsUse.CHOICE
-        return LogitsUse.BEST if params.logprobs is None else LogitsUse.REPORT
+        min_tokens = self.request.sampling.min_tokens  # until there are so many, some must not be chosen
+        return LogitsUse.CHOICE if min_tokens and self.next_index < min_tokens else self._logits_use
 
     @property
     def fault(self) -> str | None:

@@ -16,7 +16,7 @@ Legend: V vocabulary, C candidates (tokens that may be drawn), P drafts of one r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -169,7 +169,7 @@ class Drafting:
         if number is None:
             return accepted
         return tuple(
-            replace(token, logprobs=logprobs(row, token.token_id, number))
+            token._replace(logprobs=logprobs(row, token.token_id, number))
             for row, token in zip(logits, accepted, strict=False)
         )
 

@@ -89,6 +89,11 @@ class BlockTables:
         sequence.chain = hits[num_known - 1].serial if num_known else ROOT
         sequence.request.num_computed_tokens = sequence.request.num_exact_tokens = num_tokens
 
+    def has_room(self, sequence: SequenceState, num_tokens: int) -> bool:
+        """Whether a sequence's next tokens fit into blocks that it has and that it may write."""
+        stop = sequence.request.num_computed_tokens + num_tokens
+        return stop <= len(sequence.blocks) * self._size and not self._needs_copy(sequence)
+
     def num_fitting(self, sequence: SequenceState, num_tokens: int) -> int:
         """For how many of a sequence's next tokens there are blocks: `num_tokens` or fewer."""
         start = sequence.request.num_computed_tokens

@@ -313,8 +313,8 @@ class Scheduler:
         Returns:
             For how many tokens there are blocks: `num_tokens` or fewer; 0 if all blocks belong to higher ranks.
         """
-        if not num_tokens:
-            return 0
+        if not num_tokens or self._tables.has_room(sequence, num_tokens):
+            return num_tokens
         while not (fitting := self._tables.num_fitting(sequence, num_tokens)):
             victim = self._lowest()
             if victim is None or victim is sequence:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from offramp.serve.request.request import Request
 
@@ -17,8 +18,7 @@ class Phase(Enum):
     """One generated token, which may exit early."""
 
 
-@dataclass(frozen=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """The rows of one request in one iteration: consecutive tokens of prompt and output as one sequence.
 
     Attributes:
