@@ -319,7 +319,9 @@ def test_the_command_line_says_what_the_function_takes(tmp_path: Path, capsys: p
     ],
 )
 def test_wrong_usage_is_exit_code_2(tmp_path: Path, options: list[str]) -> None:
-    assert main([str(tiny_checkpoint(tmp_path / "in")), str(tmp_path / "out"), *options]) == 2
+    with pytest.raises(SystemExit) as done:
+        main([str(tiny_checkpoint(tmp_path / "in")), str(tmp_path / "out"), *options])
+    assert done.value.code == 2
     assert not (tmp_path / "out").exists()
 
 

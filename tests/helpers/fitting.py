@@ -115,6 +115,7 @@ def fit(
     module: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     priming: bool = False,
+    data: type[Numbers] = Numbers,
 ) -> dict[str, Any]:
     """Fit, save to `out`, validate, and say what was logged by this process.
 
@@ -128,6 +129,7 @@ def fit(
         module: arguments of `MultiExitModule`.
         trainer: arguments of the trainer.
         priming: prime exits, instead of training all.
+        data: what to train on.
     """
     warnings.filterwarnings("ignore")
     if isinstance(strategy, dict):
@@ -153,8 +155,7 @@ def fit(
     )
     settings = {"optimizer": OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1), **(module or {})}
     model = ExitPrimingModule(checkpoint) if priming else MultiExitModule(checkpoint, **settings)
-    data = PrimingDataModule(Numbers(), batch_size=16) if priming else Numbers()
-    runner.fit(model, datamodule=data, ckpt_path=resume)
+    runner.fit(model, datamodule=PrimingDataModule(data(), batch_size=16) if priming else data(), ckpt_path=resume)
     runner.save_checkpoint(out)
     logged = {name: float(value) for name, value in runner.callback_metrics.items()}
     (again,) = runner.validate(model, datamodule=Numbers(), verbose=False)

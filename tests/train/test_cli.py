@@ -167,6 +167,24 @@ def test_two_processes_make_one_run_and_sigterm_ends_both(here: Path) -> None:
     assert sorted(logged.info.status for logged in runs()) == ["FINISHED", "KILLED"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["-1", "1"])
+def test_a_fault_of_several_ranks_is_said_once(here: Path, rank: str) -> None:
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    recipe = yaml.safe_load(Path("recipe.yaml").read_text())
+    recipe["trainer"] |= {"devices": 2, "strategy": "ddp", "logger": False}
+    recipe["trainer"]["callbacks"].append({"class_path": "helpers.faults.Fault", "init_args": {"rank": int(rank)}})
+    recipe["data"]["batch_size"] = 1
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command = [sys.executable, "-m", "offramp.common.cli", "fit", "-c", "recipe.yaml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stderr.count("offramp: error: the moon is full; wait.") == 1
+    assert "Traceback" not in done.stderr
+    # Where rank 1 alone is at fault, the launcher kills rank 0, which waits for it.
+    assert done.returncode == (1 if rank == "-1" else -9)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

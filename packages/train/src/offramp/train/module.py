@@ -31,10 +31,12 @@ from offramp.common.hf import read_json
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.data.batch import TokenBatch
+from offramp.train.data.loader import BatchLoader
 from offramp.train.export import RECORD, make_record, plain
 from offramp.train.fill_aware import check_probabilities, draw_exit_depths
 from offramp.train.lora import LoraConfig, add_lora
 from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader
+from offramp.train.nonfinite import NonfiniteGuard, OnNonfinite
 from offramp.train.optim import OptimizerConfig, make_optimizer
 from offramp.train.pipeline.registration import register_strategy
 from offramp.train.random_state import RandomStates
@@ -66,6 +68,8 @@ class MultiExitModule(pl.LightningModule):
             compiler on CPU, takes a while at the start, and changes rounding.
         seed: of random weights and random exit depths.
         optimizer: learning rates, weight decay and schedule.
+        on_nonfinite: when the loss or the gradient is infinite or no number, `stop` the run or `skip` the step; see
+            `offramp.train.nonfinite`.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class MultiExitModule(pl.LightningModule):
         compile_layers: bool = False,
         seed: int = 0,
         optimizer: OptimizerConfig | None = None,
+        on_nonfinite: OnNonfinite = "stop",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -91,6 +96,8 @@ class MultiExitModule(pl.LightningModule):
         self.lora = lora
         self.from_scratch, self.compile_layers, self.seed = from_scratch, compile_layers, seed
         self.optimizer_config = optimizer or OptimizerConfig()
+        self._guard = NonfiniteGuard(on_nonfinite)
+        self._losses_of_step: dict[str, float] = {}
         # Exactly one of these two is there after `configure_model`.
         self.model: MultiExitTransformer | None = None
         self.stages: nn.Module | None = None
@@ -211,6 +218,9 @@ class MultiExitModule(pl.LightningModule):
         gradients = [p.grad for _, p in self.trained_parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
+        if not self.watch_step(float(norm)):
+            for _, parameter in self.trained_parameters():
+                parameter.grad = None  # an optimizer passes over parameters without a gradient
 
     @override
     def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -277,9 +287,23 @@ class MultiExitModule(pl.LightningModule):
             metrics["train/grad_norm"] = grad_norm
         if before is not None:  # nothing is known about the first step after a pause
             metrics["train/tokens_per_second"] = positions * self.trainer.world_size / seconds
+        self._losses_of_step = {
+            name.removeprefix("train/"): value for name, value in metrics.items() if name.startswith("train/loss")
+        }
         loss = metrics.pop("train/loss")
         self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+
+    def watch_step(self, grad_norm: float) -> bool:
+        """Whether the step that was logged last has finite losses and gradients; see `NonfiniteGuard.watch`."""
+        counts = self._guard.watch(self.global_step, self._losses_of_step, grad_norm, self._samples_of_step)
+        if self._guard.skipped:
+            self.log("train/skipped_steps", float(self._guard.skipped), on_step=True, on_epoch=False, batch_size=1)
+        return counts
+
+    def _samples_of_step(self) -> list[int] | None:
+        loader = self.trainer.train_dataloader
+        return loader.last_taken().samples if isinstance(loader, BatchLoader) else None
 
     def add_evaluated(self, sums: ExitSums) -> None:
         """Add sums of tokens and exits that are this rank's alone to those of the running evaluation."""

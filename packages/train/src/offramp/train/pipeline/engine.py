@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -307,15 +308,27 @@ class EarlyExitPipelineEngine(PipelineEngine):
             dist.all_reduce(parameter.grad, group=group)
 
     def _reduce_gradients(self) -> None:
+        self._spread_the_word()
         if self.is_data_parallel or self.zero_optimization():
             self._exec_reduce_grads()
 
     def _step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         if not self.zero_optimization():
             self._clip()
+            if not math.isfinite(self.grad_norm):  # ZeRO's optimizer leaves out such a step by itself
+                self.optimizer.zero_grad(set_to_none=True)
+                return
         self._exec_optimizer_step(lr_kwargs)
         if self.zero_optimization():
             self.grad_norm = float(self._global_grad_norm or 0.0)
+
+    def _spread_the_word(self) -> None:
+        """Let a loss that is not finite make the gradient so too: its norm is what all ranks learn of."""
+        assert self._sums is not None
+        if not bool(self._sums.values.isfinite().all()):
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(math.nan)
 
     def _clip(self) -> None:
         """Global gradient norm over all stages, shared parameters counted once, and clipping by it."""

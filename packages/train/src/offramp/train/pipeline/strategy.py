@@ -275,6 +275,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         sums = engine.train_batch(micro.split(self.micro_batches), counts)
         positions = micro.tokens.input_ids.numel() if engine.is_first_stage() else 0
         module.log_training(sums, positions, engine.grad_norm)
+        module.watch_step(engine.grad_norm)  # the engine has left the step out already, if there was reason to
         return torch.zeros((), device=self.root_device)
 
     @override

@@ -1,0 +1,139 @@
+"""`offramp fit` is killed with SIGKILL, while it writes checkpoints too, and goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helpers.draws import read_draws
+from helpers.tiny import tiny_checkpoint
+from offramp.common.exits.config import ExitConfig
+from offramp.train.sample_log import FILE, read_samples
+
+STEPS = 44
+RECIPE: dict[str, Any] = {
+    "trainer": {
+        "accelerator": "cpu",
+        "max_steps": STEPS,
+        "logger": False,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "callbacks": [
+            {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 1}},
+            {"class_path": "offramp.train.sample_log.SampleLog"},
+            {"class_path": "helpers.draws.Draws"},
+        ],
+    },
+    "model": {
+        "checkpoint": "model",
+        "fill_aware": {1: 0.2},
+        "optimizer": {"lr": 1.0e-2, "exits_lr": 3.0e-3, "warmup_steps": 3, "weight_decay": 0.1},
+    },
+    # 30 steps are an epoch: the run is killed twice in the first, and ends in the second.
+    "data": {
+        "tokenizer": "model",
+        "sequence_length": 64,
+        "batch_size": 4,
+        "pack": False,
+        "cache_directory": "cache",
+        "train": {"kind": "generator", "path": "helpers.rows:counted", "options": {"count": 120}},
+    },
+}
+PIPELINE = "offramp.train.pipeline.strategy.DeepSpeedPipelineStrategy"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {"devices": 1},
+    "two stages": {
+        "devices": 2,
+        "strategy": {"class_path": PIPELINE, "init_args": {"pipe": 2, "micro_batches": 2}},
+    },
+    "two replicas, ZeRO-1": {
+        "devices": 2,
+        "strategy": {"class_path": PIPELINE, "init_args": {"pipe": 1, "micro_batches": 2, "zero_stage": 1}},
+    },
+}
+
+
+def start(name: str) -> subprocess.Popen[bytes]:
+    """`offramp fit` of the run `name`, with its processes in a group of their own."""
+    tests = str(Path(__file__).parents[1])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    command = [sys.executable, "-m", "offramp.common.cli", "fit", "-c", "recipe.yaml", "--ckpt_path=last"]
+    with Path(f"{name}.log").open("ab") as log:
+        return subprocess.Popen(
+            [*command, f"--trainer.default_root_dir={name}"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def finish(name: str) -> None:
+    process = start(name)
+    try:
+        assert process.wait(600) == 0, Path(f"{name}.log").read_text()[-4000:]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def kill_after(step: int, name: str) -> bool:
+    """Kill a run some time after a step, if possible within the writing of a checkpoint; whether that was so."""
+    process = start(name)
+    samples, checkpoints = Path(name) / FILE, Path(name) / "checkpoints"
+    deadline, within = time.monotonic() + 600, False
+    try:
+        while True:
+            assert process.poll() is None, Path(f"{name}.log").read_text()[-4000:]
+            assert time.monotonic() < deadline
+            done = [int(row["step"]) for row in read_samples(samples)] if samples.is_file() else []
+            if done and done[-1] >= step:
+                within = any(checkpoints.glob(".*.part"))
+                if within or done[-1] > step + 2:
+                    return within
+            time.sleep(0.002)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_checkpoint(tmp_path / "model", ExitConfig((1, 2), "adapter"), tie_word_embeddings=True)
+    data = {**RECIPE["data"], "batch_size": 2 if layout.startswith("two replicas") else 4}
+    recipe = {**RECIPE, "trainer": {**RECIPE["trainer"], **LAYOUTS[layout]}, "data": data}
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    finish("unbroken")
+    expected = (tmp_path / "unbroken" / FILE).read_text()
+    rows = read_samples(tmp_path / "unbroken" / FILE)
+    assert [int(row["step"]) for row in rows] == list(range(STEPS))
+    first_epoch = [sample for row in rows[:30] for sample in row["samples"].split()]
+    assert sorted(map(int, first_epoch)) == list(range(120)), "every example once in an epoch"
+
+    kills = (6, 17) if layout != "two replicas, ZeRO-1" else (9,)
+    for step in kills:
+        kill_after(step, "broken")
+        assert len(read_samples(tmp_path / "broken" / FILE)) < STEPS
+    finish("broken")
+    assert Path("broken.log").read_text().count("Restored all states") == len(kills)
+    assert (tmp_path / "broken" / FILE).read_text() == expected, "losses to the last digit, and samples"
+    assert read_draws(tmp_path / "broken") == read_draws(tmp_path / "unbroken")
+    assert not list((tmp_path / "broken" / "checkpoints").glob(".*")), "what was being written is cleared away"
