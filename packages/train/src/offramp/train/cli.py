@@ -22,12 +22,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from offramp.common.errors import OfframpError
 from offramp.train.checkpoint_io import WholeFileIO
-from offramp.train.one_voice import one_voice
+from offramp.train.one_voice import one_voice, this_rank
 from offramp.train.pipeline.registration import register_strategy
 from offramp.train.recipe import PLAN, RecipeArguments, import_object, load_recipe, parse_command_line
 from offramp.train.recipe_errors import explained
@@ -169,7 +169,7 @@ def last_checkpoint(trainer: pl.Trainer) -> str | None:
     found = sorted(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in found:
         # Of what the pipeline wrote, all ranks load what rank 0 finds, so one of them is enough to read it all.
-        reason = damage(path, read=rank_zero_only.rank == 0)
+        reason = damage(path, read=this_rank() == 0)
         if reason is None:
             return str(path)
         rank_zero_warn(f"{path} is left out, because {reason}; the one before it is taken")

@@ -39,7 +39,8 @@ class SampleLog(pl.Callback):
         """Begin the table, or drop the lines that come anew."""
         if not isinstance(trainer.train_dataloader, BatchLoader):
             raise OfframpError(
-                f"SampleLog knows samples of a TextDataModule, not of {type(trainer.datamodule).__name__}."
+                "SampleLog knows the samples of a TextDataModule, not those that a "
+                f"{type(trainer.train_dataloader).__name__} gives."
             )
         if not trainer.is_global_zero:
             return

@@ -228,7 +228,7 @@ class MapLoader(BatchLoader):
 
     def row_numbers(self, epoch: int) -> list[list[int]]:
         """For every batch of an epoch, this rank's rows (`EMPTY_ROW` where there is none)."""
-        return [list(map(int, self.share.of(step))) for step in self._steps(epoch)]  # pyright: ignore[reportArgumentType]
+        return [list(map(int, self.share.of(step))) for step in self._steps(epoch)]
 
     def _steps(self, epoch: int) -> np.ndarray:
         """[batches, rows of a step] the rows of all ranks."""

@@ -76,7 +76,7 @@ def save(engine: EarlyExitPipelineEngine, checkpoint: Mapping[str, Any], path: P
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(path.parent)
             stages.mkdir(parents=True)
-    if isinstance(engine.optimizer, ZeROOptimizer):
+    if _is_zero(engine.optimizer):
         _link(engine.optimizer)
     states, settings = _optimizer_state(engine)  # a collective, so no fault of writing may keep a rank from it
     written: list[Path] = []
@@ -134,18 +134,19 @@ def load(engine: EarlyExitPipelineEngine, path: Path, scheduler: Any) -> dict[st
     checkpoint: dict[str, Any] = torch.load(path / STAGES / TRAINER, map_location="cpu", weights_only=True)
     named = {parameter: name for name, parameter in _trained(engine)}
     states, settings = _read_optimizer(path / STAGES, set(named.values()))
+    optimizer: Any = engine.optimizer
     groups = _groups(engine)
     for group, parameters in groups:
         # Parameters of a group have the same settings. A stage that trains nothing has one that stands in; what rates
         # it has is all the same.
         found = next((settings[named[p]] for p in parameters if named[p] in settings), next(iter(settings.values())))
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
-    if isinstance(engine.optimizer, ZeROOptimizer):
+    if _is_zero(engine.optimizer):
         _fill_partitions(engine.optimizer, named, states)
     else:
         for parameter, name in named.items():
             if name in states:
-                engine.optimizer.state[parameter] = {
+                optimizer.state[parameter] = {
                     # As torch's own loading has it: the number of steps lies where a fused optimizer wants it.
                     key: value.to(parameter.device)
                     for key, value in states[name].items()
@@ -158,6 +159,10 @@ def load(engine: EarlyExitPipelineEngine, path: Path, scheduler: Any) -> dict[st
     return checkpoint
 
 
+def _is_zero(optimizer: Any) -> bool:
+    return isinstance(optimizer, ZeROOptimizer)
+
+
 def _trained(engine: EarlyExitPipelineEngine) -> list[tuple[str, nn.Parameter]]:
     """Trained parameters of this stage under their names in the whole model, and the one that stands in for none."""
     pairs = [(name, p) for name, p in engine.module.stage.named_parameters() if p.requires_grad]
@@ -166,8 +171,8 @@ def _trained(engine: EarlyExitPipelineEngine) -> list[tuple[str, nn.Parameter]]:
 
 def _groups(engine: EarlyExitPipelineEngine) -> list[tuple[dict[str, Any], list[nn.Parameter]]]:
     """Each parameter group of the optimizer, with the parameters of the model that are in it."""
-    optimizer = engine.optimizer
-    if isinstance(optimizer, ZeROOptimizer):
+    optimizer: Any = engine.optimizer
+    if _is_zero(optimizer):
         return list(zip(optimizer.param_groups, optimizer.bit16_groups, strict=True))
     return [(group, group["params"]) for group in optimizer.param_groups]
 
@@ -198,7 +203,7 @@ def _optimizer_state(engine: EarlyExitPipelineEngine) -> tuple[dict[str, Tensor]
 
 
 def _state_of(optimizer: Any, group: int, parameter: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
-    if not isinstance(optimizer, ZeROOptimizer):
+    if not _is_zero(optimizer):
         yield from optimizer.state.get(parameter, {}).items()
         return
     partition = optimizer.single_partition_of_fp32_groups[group]

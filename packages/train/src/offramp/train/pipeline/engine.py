@@ -316,7 +316,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         if not self.zero_optimization():
             self._clip()
             if not math.isfinite(self.grad_norm):  # ZeRO's optimizer leaves out such a step by itself
-                self.optimizer.zero_grad(set_to_none=True)
+                self.zero_grad()
                 return
         self._exec_optimizer_step(lr_kwargs)
         if self.zero_optimization():
