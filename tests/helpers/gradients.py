@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -149,8 +150,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
             else:
                 EarlyExitPipelineEngine._step(self)
 
-        kinds = {kind.__name__: kind for kind in engine._INSTRUCTION_MAP}
-        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, kinds["OptimizerStep"]: step}
+        engine._step = MethodType(step, engine)
         replicas = dist.get_world_size() // num_stages
         parts = [case.batch(replica) for replica in range(replicas)]
         counts = torch.stack([engine.objective.counts(part) for part in parts]).sum(0)

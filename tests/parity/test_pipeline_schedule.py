@@ -59,23 +59,16 @@ def recorded(case: Case) -> list[tuple[str, int, float, float]]:
     engine = make_engine(module, config, torch.optim.SGD(module.parameters(), lr=0.0))
     engine.objective = Objective(case.weights)
     spans: list[tuple[str, int, float, float]] = []
-    buffers: dict[int, int] = {}
 
     def timed(kind: str, run: Callable[..., None]) -> Callable[..., None]:
-        def operation(self: Any, buffer_id: int) -> None:
-            if kind == "forward":
-                buffers[buffer_id] = self._next
+        def operation(micro_batch: int, exchange: Any) -> None:
             start = time.perf_counter()
-            run(self, buffer_id)
-            spans.append((kind, buffers[buffer_id], start, time.perf_counter()))
+            run(micro_batch, exchange)
+            spans.append((kind, micro_batch, start, time.perf_counter()))
 
         return operation
 
-    names = {"ForwardPass": "forward", "BackwardPass": "backward"}
-    engine._INSTRUCTION_MAP = {
-        key: timed(names[key.__name__], run) if key.__name__ in names else run
-        for key, run in engine._INSTRUCTION_MAP.items()
-    }
+    engine._forward, engine._backward = timed("forward", engine._forward), timed("backward", engine._backward)
     micro = case.batch(0).split(case.micro_batches)
     counts = engine.objective.counts(case.batch(0))
     engine.train_batch(micro, counts)

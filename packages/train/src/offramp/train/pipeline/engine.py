@@ -8,9 +8,9 @@ the exits read.
 What an exit reads is remembered in the forward pass, its logits are computed in the backward pass, one exit after the
 other, so that no stage ever holds the logits of more than one exit and one micro-batch.
 
-DeepSpeed gives the 1F1B schedule, the optimizers (ZeRO-0 and 1), process groups and checkpoints. Nearly every
-instruction of the schedule is done anew here; the comments say what the stock one does that does not fit.
-`_INSTRUCTION_MAP` holds functions, not names, so a subclass has to list its own.
+DeepSpeed gives the optimizers (ZeRO-0 and 1), process groups and checkpoints. The operations of a step and their order
+are Offramp's own (`schedule`, `exchange`): what is planned and simulated is what runs. The comments say what the stock
+engine does that does not fit.
 
 Legend: B batch, T time, D model, S stages, X exits.
 """
@@ -21,8 +21,9 @@ import contextlib
 import io
 import math
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ from offramp.train.agreement import NOT_ASKED
 from offramp.train.export import read_stages
 from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
+from offramp.train.pipeline.exchange import Exchange, Links, watched
+from offramp.train.pipeline.schedule import Kind, Operation, Schedule, forward_only, one_f_one_b
 from offramp.train.pipeline.stages import Stage, StagePlan
 
 # isort: split
@@ -41,7 +44,6 @@ from deepspeed import comm as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
@@ -119,6 +121,24 @@ class StageModule(PipelineModule):
         self.stage.load_state_dict(found)
 
 
+class _InFlight(NamedTuple):
+    """A micro-batch between its forward and its backward pass.
+
+    Attributes:
+        micro_batch: its tokens.
+        layout: of them.
+        received: [B, T] token ids or [B, T, D] states that this stage read.
+        output: [B, T, D] states that it sent on.
+        states: [B, T, D] those that its exits read.
+    """
+
+    micro_batch: MicroBatch
+    layout: Layout
+    received: Tensor
+    output: Tensor
+    states: dict[int, Tensor]
+
+
 class EarlyExitPipelineEngine(PipelineEngine):
     """Runs one optimizer step, or one evaluation, over a list of micro-batches.
 
@@ -133,24 +153,21 @@ class EarlyExitPipelineEngine(PipelineEngine):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        for key in ("micro_batch", "layout", "states"):
-            self.pipe_buffers[key] = []
         self.objective: Objective | None = None
         self.autocast_dtype: torch.dtype | None = None
         self.grad_norm = 0.0
+        self.links = Links(self.grid)
         if isinstance(self.optimizer, ZeROOptimizer):
             setattr(self.optimizer, "scaled_global_norm", self._zero_norm)  # noqa: B010 - see there
         self._queue: Sequence[MicroBatch] = ()
-        self._next = 0  # index in the queue of the next forward pass
+        self._in_flight: dict[int, _InFlight] = {}
         self._counts = torch.zeros(0)
         self._sums: ExitSums | None = None
         trained = torch.zeros(self.num_stages, device=self.device)
         trained[self.stage_id] = float(self.module.stage.trains_backbone)
         if self.is_pipe_parallel:
             dist.all_reduce(trained, group=self.grid.get_pipe_parallel_group())
-        # Where nothing below is trained, gradients of states would be computed for nobody.
-        self._input_has_gradient = bool(trained[: self.stage_id].any())
-        self._output_has_gradient = bool(trained[: self.stage_id + 1].any())
+        self._trains_backbone = trained.bool().tolist()
 
     def release(self) -> None:
         """Let go of the module, so that another engine can have it."""
@@ -174,7 +191,12 @@ class EarlyExitPipelineEngine(PipelineEngine):
         """
         self.module.train()
         self._counts = counts
-        return self._run(micro_batches, schedule.TrainSchedule)
+        sums = self._run(micro_batches, one_f_one_b(self.num_stages, len(micro_batches)))
+        with self._watched("sums of gradients over all processes"):
+            self._reduce_shared_gradients()
+            self._reduce_gradients()
+            self._step()
+        return sums
 
     @torch.no_grad()
     def eval_batch(self, micro_batches: Sequence[MicroBatch]) -> ExitSums:  # pyright: ignore
@@ -184,20 +206,28 @@ class EarlyExitPipelineEngine(PipelineEngine):
         assert self.objective is not None
         self._counts = torch.ones(len(self.objective.layers))  # only scale a loss that nobody reads
         try:
-            return self._run(micro_batches, schedule.InferenceSchedule)
+            return self._run(micro_batches, forward_only(self.num_stages, len(micro_batches)))
         finally:
             self.module.train(was_training)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], plan: type[schedule.PipeSchedule]) -> ExitSums:
+    def _run(self, micro_batches: Sequence[MicroBatch], schedule: Schedule) -> ExitSums:
         assert self.objective is not None
-        self._queue, self._next = micro_batches, 0
-        self._sums = ExitSums(self.objective.layers, self.device)
+        self._queue, self._sums = micro_batches, ExitSums(self.objective.layers, self.device)
+        exchange = Exchange(self.links, schedule, self._empty_message, self._carries)
+        operations = schedule.operations[self.stage_id]
         # One region around all micro-batches lets autocast convert each weight once per step.
         with self._autocast():
-            self._exec_schedule(plan(len(micro_batches), self.num_stages, self.stage_id))
-        for buffers in self.pipe_buffers.values():
-            buffers[:] = [None] * len(buffers)
-        self._sums.compare(self._final_predictions())
+            for operation, following in zip_longest(operations, operations[1:]):
+                exchange.prepare(operation)
+                if following is not None:
+                    exchange.prepare(following)  # comes while this one is computed
+                if operation.kind == "forward":
+                    self._forward(operation.micro_batch, exchange)
+                else:
+                    self._backward(operation.micro_batch, exchange)
+            exchange.finish()
+        with self._watched("the predictions of the last stage"):
+            self._sums.compare(self._final_predictions())
         self._queue = ()
         return self._sums
 
@@ -215,91 +245,86 @@ class EarlyExitPipelineEngine(PipelineEngine):
         dist.broadcast(said, last, group=self.grid.get_pipe_parallel_group())
         return said
 
-    # ---- instructions of the schedule
+    # ---- operations of the schedule
 
-    def _load_nothing(self, buffer_id: int) -> None:
-        """The stock engine reads data on the first and last stage; here every stage has the whole queue."""
-
-    def _forward(self, buffer_id: int) -> None:
-        micro = self._queue[self._next]
-        self._next += 1
+    def _forward(self, micro_batch: int, exchange: Exchange) -> None:
+        micro, operation = self._queue[micro_batch], Operation("forward", micro_batch)
         layout = Layout.build(
             self.module.stage.plan.config, micro.tokens.input_ids, micro.tokens.segment_ids, micro.exit_depths
         )
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
-        x = micro.tokens.input_ids if self.is_first_stage() else self.pipe_buffers["inputs"][buffer_id]
+        x = micro.tokens.input_ids
+        if exchange.expects(operation):
+            x = exchange.receive(operation)
+            x.requires_grad_(torch.is_grad_enabled() and exchange.sends(Operation("backward", micro_batch)))
         # The module itself, not DeepSpeedEngine.forward, whose output hooks divide by the number of micro-batches and
         # clear gradients in the middle of the backward pass.
         output, states = self.module(x, layout)
-        for key, value in (("micro_batch", micro), ("layout", layout), ("states", states), ("outputs", output)):
-            self.pipe_buffers[key][buffer_id] = value
-        if not torch.is_grad_enabled():
-            for _ in self._losses(buffer_id, states):
+        if exchange.sends(operation):
+            exchange.send(operation, output.detach().contiguous())
+        running = _InFlight(micro, layout, x, output, states)
+        if torch.is_grad_enabled():
+            self._in_flight[micro_batch] = running
+        else:
+            for _ in self._losses(running, states):
                 pass
 
-    def _backward(self, buffer_id: int) -> None:
-        states, output = self.pipe_buffers["states"][buffer_id], self.pipe_buffers["outputs"][buffer_id]
+    def _backward(self, micro_batch: int, exchange: Exchange) -> None:
+        running, operation = self._in_flight.pop(micro_batch), Operation("backward", micro_batch)
+        states, output = running.states, running.output
         # A leaf for each state: the heads are back-propagated down to it, then the whole stage from all states at once.
         leaves = {layer: h.detach().requires_grad_(h.requires_grad) for layer, h in states.items()}
         self._running_engine_backward = True
         try:
             self._backward_prologue()  # clears low-precision gradients, so it must come before any backward pass
-            for loss in self._losses(buffer_id, leaves):
+            for loss in self._losses(running, leaves):
                 if loss.requires_grad:
                     self._back_propagate([loss], [None])
                 del loss
             pairs = [(states[layer], leaf.grad) for layer, leaf in leaves.items() if leaf.grad is not None]
-            if not self.is_last_stage() and output.requires_grad:
-                pairs.append((output, self.grad_layer))
+            if exchange.expects(operation):
+                pairs.append((output, exchange.receive(operation)))
             if pairs:
                 self._back_propagate([root for root, _ in pairs], [gradient for _, gradient in pairs])
             self._backward_epilogue()
         finally:
             self._running_engine_backward = False
-        for key in ("micro_batch", "layout", "states", "outputs"):
-            self.pipe_buffers[key][buffer_id] = None
+        if exchange.sends(operation):
+            received = running.received
+            exchange.send(operation, torch.zeros_like(received) if received.grad is None else received.grad)
 
     def _back_propagate(self, roots: list[Tensor], gradients: list[Tensor | None]) -> None:
         # Backward passes do not belong in an autocast region; nested, it keeps the outer one's converted weights.
         with torch.autocast(self.device.type, enabled=False):
             torch.autograd.backward(roots, gradients)
 
-    def _losses(self, buffer_id: int, states: dict[int, Tensor]) -> Iterator[Tensor]:
+    def _losses(self, running: _InFlight, states: dict[int, Tensor]) -> Iterator[Tensor]:
         assert self.objective is not None
         assert self._sums is not None
         readers = {layer: self.module.stage.reader(layer) for layer in states}
-        micro, layout = self.pipe_buffers["micro_batch"][buffer_id], self.pipe_buffers["layout"][buffer_id]
         # Optimizers average gradients over data-parallel ranks, and the counts are those of all ranks together.
-        for loss in exit_losses(self.objective, readers, states, micro, layout, self._counts, self._sums):
+        for loss in exit_losses(
+            self.objective, readers, states, running.micro_batch, running.layout, self._counts, self._sums
+        ):
             yield loss * self.dp_world_size
             del loss
 
-    def _send_activation(self, buffer_id: int) -> None:
-        p2p.send(self.pipe_buffers["outputs"][buffer_id].detach().contiguous(), self.next_stage)
+    def _watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return watched(self.links.name, what, "another process", self.links.limit)
 
-    def _receive_activation(self, buffer_id: int) -> None:
-        # The stock engine negotiates one shape for the whole run. Here it follows from the micro-batch that comes next,
-        # so sequences and last batches of any size need no message.
-        rows, time = self._queue[self._next].tokens.input_ids.shape
+    def _carries(self, kind: Kind, sender: int) -> bool:
+        """Whether a stage sends; where nothing below is trained, gradients of states would be computed for nobody."""
+        return kind == "forward" or any(self._trains_backbone[:sender])
+
+    def _empty_message(self, operation: Operation) -> Tensor:
+        # The stock engine negotiates one shape for the whole run. Here it follows from the micro-batch, so sequences
+        # and last batches of any size need no message.
+        rows, time = self._queue[operation.micro_batch].tokens.input_ids.shape
         size = self.module.stage.plan.config.hidden_size
-        dtype = next(self.module.parameters()).dtype
-        received = torch.empty(rows, time, size, dtype=dtype, device=self.device)
-        p2p.recv(received, self.prev_stage)
-        self.pipe_buffers["inputs"][buffer_id] = received.requires_grad_(
-            torch.is_grad_enabled() and self._input_has_gradient
-        )
+        return torch.empty(rows, time, size, dtype=next(self.module.parameters()).dtype, device=self.device)
 
-    def _send_gradient(self, buffer_id: int) -> None:
-        received = self.pipe_buffers["inputs"][buffer_id]
-        if self._input_has_gradient:
-            p2p.send(torch.zeros_like(received) if received.grad is None else received.grad, self.prev_stage)
-        self.pipe_buffers["inputs"][buffer_id] = None
-
-    def _receive_gradient(self, buffer_id: int) -> None:
-        if self._output_has_gradient:  # this is what the next stage knows about its input
-            self.grad_layer = torch.empty_like(self.pipe_buffers["outputs"][buffer_id])
-            p2p.recv(self.grad_layer, self.next_stage)
+    # ---- after the last backward pass
 
     def _reduce_shared_gradients(self) -> None:
         for parameter, group in self.module.get_tied_weights_and_groups():
@@ -364,19 +389,6 @@ class EarlyExitPipelineEngine(PipelineEngine):
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.autocast_dtype)
-
-    _INSTRUCTION_MAP = {  # noqa: RUF012 - as the parent has it
-        schedule.LoadMicroBatch: _load_nothing,
-        schedule.ForwardPass: _forward,
-        schedule.BackwardPass: _backward,
-        schedule.SendActivation: _send_activation,
-        schedule.RecvActivation: _receive_activation,
-        schedule.SendGrad: _send_gradient,
-        schedule.RecvGrad: _receive_gradient,
-        schedule.ReduceTiedGrads: _reduce_shared_gradients,
-        schedule.ReduceGrads: _reduce_gradients,
-        schedule.OptimizerStep: _step,
-    }
 
 
 def make_engine(

@@ -54,6 +54,11 @@ class Schedule:
         """S."""
         return len(self.operations)
 
+    @property
+    def inserted(self) -> int:
+        """Micro-batches in the bubbles, beside the M."""
+        return len({one.micro_batch for one in self.operations[0] if one.kind == "forward"}) - self.micro_batches
+
 
 def bubble_capacity(num_stages: int, ratio: float) -> int:
     """K, the most micro-batches that fit into the warm-up or the cool-down without making a step longer.
@@ -89,6 +94,12 @@ def warmup_counts(num_stages: int, inserted: int, ratio: float, exit_stages: Seq
 def cooldown_counts(num_stages: int, inserted: int, ratio: float) -> tuple[int, ...]:
     """[S] backward passes of micro-batches in the cool-down, by stage: stage s has room for r s / (1 + r) of them."""
     return tuple(min(inserted, math.floor(ratio * s / (1.0 + ratio) + 1e-9)) for s in range(num_stages))
+
+
+def forward_only(num_stages: int, micro_batches: int) -> Schedule:
+    """An evaluation of M micro-batches on S stages."""
+    order = tuple(Operation("forward", micro) for micro in range(micro_batches))
+    return Schedule(micro_batches, (order,) * num_stages)
 
 
 def one_f_one_b(

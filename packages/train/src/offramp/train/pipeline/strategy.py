@@ -73,7 +73,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         exit_placement: of exits between two stages; see `StagePlan`.
         checkpoint_activations: layers keep their input alone and run again in the backward pass; see `Stage`.
         labelled_share: expected share of positions with a label, for balancing: only they meet the unembedding.
-        timeout_minutes: how long a rank waits for another.
+        timeout_minutes: how long a rank waits for another; then it ends and says which message it was.
         process_group_backend: None chooses gloo on CPU and nccl on CUDA.
     """
 
@@ -117,6 +117,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         self.stage_bounds, self.labelled_share = stage_bounds, labelled_share
         self.exit_placement: ExitPlacement = exit_placement
         self.checkpoint_activations = checkpoint_activations
+        self.timeout_minutes = timeout_minutes
         self._engine: EarlyExitPipelineEngine | None = None
 
     # ---- processes
@@ -247,6 +248,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         if optimizer is None:
             config.pop("zero_optimization")
         self._engine = engine = make_engine(cast("StageModule", self.module.stages), config, optimizer)
+        engine.links.limit_to(timedelta(minutes=self.timeout_minutes))
         engine.objective = self.module.objective
         engine.autocast_dtype = PRECISIONS[str(self.precision_plugin.precision)]
         return engine
