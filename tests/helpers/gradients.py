@@ -16,13 +16,19 @@ from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
 from offramp.train.fill_aware import draw_exit_depths
 from offramp.train.losses import MicroBatch
+from offramp.train.pipeline.filling import arrange
+from offramp.train.pipeline.schedule import Schedule, one_f_one_b
+from offramp.train.pipeline.stages import Stage, plan_stages
 
 LAYERS = 4
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to cut, tie and train a tiny model."""
+    """One way to cut, tie and train a tiny model.
+
+    `fill` are passes of partial micro-batches in the warm-up and in the cool-down, by stage.
+    """
 
     exits: tuple[int, ...] = (1, 2)
     bounds: tuple[int, ...] | None = None
@@ -36,6 +42,7 @@ class Case:
     clip: float = 0.0
     distill: float = 0.0
     checkpoint_activations: bool = False
+    fill: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     frozen: tuple[str, ...] = ()
     rows: int = 7
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -99,6 +106,51 @@ def oracle(case: Case, replicas: int) -> tuple[dict[str, Tensor], dict[str, floa
     return {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in trained.items()}, losses
 
 
+def filled_schedule(case: Case, num_stages: int) -> Schedule:
+    """1F1B with the bubbles of a case."""
+    assert case.fill is not None
+    return one_f_one_b(num_stages, case.micro_batches, *case.fill)
+
+
+def filled_oracle(case: Case, num_stages: int, replicas: int) -> dict[str, Tensor]:
+    """What filled stages accumulate, in one process: each micro-batch and exit alone, and rows counted by hand."""
+    schedule, model = filled_schedule(case, num_stages), case.model()
+    plan = plan_stages(model.config, model.exit_config, num_stages, case.bounds, exit_placement=case.exit_placement)
+    home = {name: s for s in range(num_stages) for name in Stage(model, plan, s).state_dict()}
+    exit_home = {layer: s for s in range(num_stages) for layer in plan.exits_of(s)}
+    backs = [{one.micro_batch for one in own if one.kind == "backward"} for own in schedule.operations]
+    parts = [case.batch(replica) for replica in range(replicas)]
+    counts = {layer: sum(int(part.trained(layer).sum()) for part in parts) for layer in case.weights}
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}
+    for part in parts:
+        queue = arrange(part, schedule, seed=3, step=9)
+        numbers = sorted({one.micro_batch for one in schedule.operations[0] if one.kind == "forward"})
+        rows = {number: queue[number].tokens.num_rows for number in numbers}
+        for number in numbers:
+            ids, labels, segments = queue[number].tokens
+            logits = model(ids, model.layout(ids, segments, queue[number].exit_depths)).logits
+            for layer, weight in case.weights.items():
+                mask = queue[number].trained(layer)
+                loss = weight * F.cross_entropy(logits[layer][mask], labels[mask], reduction="sum") / counts[layer]
+                names = list(total)
+                found = torch.autograd.grad(
+                    loss, [model.get_parameter(name) for name in names], retain_graph=True, allow_unused=True
+                )
+                at = exit_home[layer]
+                whole = sum(rows[n] for n in numbers if 0 <= n < case.micro_batches)
+                met = sum(rows[n] for n in numbers if n < 0 and n in backs[at])
+                for name, gradient in zip(names, found, strict=True):
+                    stage = home[name]
+                    if gradient is None or stage > at or any(number not in backs[s] for s in range(stage, at + 1)):
+                        continue
+                    back = sum(rows[n] for n in numbers if n >= case.micro_batches and n in backs[stage])
+                    factor = sum(rows.values()) / (whole + met)
+                    if number >= 0:
+                        factor *= whole / (whole + back)
+                    total[name] += factor * gradient
+    return total
+
+
 def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
     """In each process: this stage's gradients before the optimizer step, and what the engine reports.
 
@@ -113,7 +165,6 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
     from deepspeed.utils import safe_get_full_grad
 
     from offramp.train.losses import ExitSums, Objective
-    from offramp.train.pipeline.stages import plan_stages
 
     deepspeed.init_distributed("gloo", verbose=False)
     answers = []
@@ -156,7 +207,12 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
         counts = torch.stack([engine.objective.counts(part) for part in parts]).sum(0)
         micro = parts[engine.grid.data_parallel_id].split(case.micro_batches)
         before = engine.eval_batch(micro)
-        sums = engine.train_batch(micro, counts)
+        if case.fill is None:
+            sums = engine.train_batch(micro, counts)
+        else:
+            filled = filled_schedule(case, num_stages)
+            part = parts[engine.grid.data_parallel_id]
+            sums = engine.train_batch(arrange(part, filled, seed=3, step=9), counts, filled)
         after = engine.eval_batch([*micro, *micro][: 2 * len(micro) - 1])
         reports = []
         for part in (before, sums):
@@ -171,6 +227,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
                 "exits": module.stage.exit_layers,
                 "finite": bool(after.values.isfinite().all()),
                 "idle": module.idle is not None,
+                "backward_rows": engine.backward_rows,
             }
         )
         engine.destroy()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from helpers.gradients import Case, oracle, pipeline
+from helpers.gradients import Case, filled_oracle, oracle, pipeline
 from helpers.processes import run_processes
 
 TWO_STAGES = {
@@ -62,6 +63,33 @@ FOUR_PROCESSES = {
 }
 
 
+_UNTIED = {"tied_exits": False, "tied_embeddings": False}
+FILLED = {
+    "two stages": (2, Case(**_UNTIED, exits=(1, 2), bounds=(2,), rows=9, fill=((1, 0), (0, 1)))),
+    "two stages, cool-down only, an exit at the end": (
+        2, Case(**_UNTIED, exits=(2,), bounds=(2,), exit_placement="same_stage", micro_batches=1, fill=((), (0, 2)))
+    ),
+    "four stages": (
+        4, Case(**_UNTIED, exits=(1, 2), exit_placement="same_stage", rows=11, fill=((2, 1, 0, 0), (0, 0, 1, 2)))
+    ),
+    "four stages, both kinds on some": (
+        4, Case(**_UNTIED, exits=(1, 2, 3), micro_batches=2, rows=9, fill=((3, 2, 2, 0), (0, 1, 2, 3)),
+                fill_aware={2: 0.3})
+    ),
+    "four stages, checkpointing, ZeRO-1": (
+        4, Case(**_UNTIED, exits=(2,), micro_batches=5, rows=10, fill=((1, 1, 1, 0), (0, 0, 1, 2)), zero_stage=1,
+                checkpoint_activations=True)
+    ),
+    "four stages, frozen first layers": (
+        4, Case(**_UNTIED, exits=(2,), micro_batches=4, rows=9, fill=((1, 1, 1, 0), (0, 0, 1, 2)),
+                frozen=("embed_tokens", "layers.0"))
+    ),
+    "two stages, two replicas": (
+        2, Case(**_UNTIED, exits=(1,), bounds=(2,), micro_batches=2, rows=7, fill=((1, 0), (0, 1)))
+    ),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def two_stages() -> dict[str, list[dict[str, Any]]]:
     answers = run_processes(pipeline, 2, [(2, case) for case in TWO_STAGES.values()], timeout_s=300)
@@ -101,6 +129,30 @@ def test_a_stage_without_anything_to_train_still_takes_part(two_stages: dict[str
     assert first["idle"]
     assert not last["idle"]
     assert not first["gradients"]
+
+
+def check_filled(num_stages: int, case: Case, answers: list[dict[str, Any]]) -> None:
+    expected, seen = filled_oracle(case, num_stages, len(answers) // num_stages), set()
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for answer in answers:
+        for name, gradient in answer["gradients"].items():
+            seen.add(name)
+            error = float((gradient - expected[name]).norm() / expected[name].norm().clamp(min=1e-3 * norm))
+            assert error < 3e-6, f"{name}: {error}"
+        assert answer["norm"] == pytest.approx(float(norm), rel=1e-6)
+        assert answer["finite"]
+        assert max(answer["backward_rows"]) < case.rows + 1
+        assert min(answer["backward_rows"]) < case.rows, "something is partial"
+    assert seen == set(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_filled_bubbles_add_what_one_process_would(processes: int) -> None:
+    cases = [(stages, case) for stages, case in FILLED.values() if stages == processes or processes == 4]
+    answers = run_processes(pipeline, processes, cases, timeout_s=400)
+    for index, (num_stages, case) in enumerate(cases):
+        check_filled(num_stages, case, [answer[index] for answer in answers])
 
 
 @pytest.mark.slow

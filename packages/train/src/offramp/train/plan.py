@@ -26,6 +26,7 @@ from offramp.train.cli import DEFAULT_CLASSES, EXIT_USAGE, read_configuration
 from offramp.train.module import freeze_parameters, make_objective, untrained
 from offramp.train.pipeline.costs import MicroBatchShape
 from offramp.train.pipeline.estimate import Estimator, Variant, compare
+from offramp.train.pipeline.filling import FillSettings
 from offramp.train.pipeline.registration import NAME
 from offramp.train.pipeline.report import (
     GIB,
@@ -47,6 +48,7 @@ _STRATEGY_DEFAULTS = {
     "zero_stage": 0,
     "labelled_share": 0.5,
     "checkpoint_activations": False,
+    "fill_bubbles": False,
 }
 _DRAWN = 4
 """Micro-batches per stage that a drawing shows; more are only a longer middle."""
@@ -226,15 +228,8 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
         if not isinstance(data.get(key), int):
             raise OfframpError(f"plan needs data.{key}; {configuration['data'].get('class_path')} does not say it")
     pipe, parts = strategy["pipe"], strategy["micro_batches"]
-    if data["batch_size"] < parts:
-        raise OfframpError(
-            f"a batch of {data['batch_size']} rows cannot be cut into {parts} micro-batches; enlarge data.batch_size "
-            "or lower micro_batches."
-        )
-    if data["batch_size"] % parts:
-        notes.append(f"{data['batch_size']} rows in {parts} micro-batches: the larger ones are planned.")
     shape = MicroBatchShape(
-        rows=math.ceil(data["batch_size"] / parts),
+        rows=_rows(data["batch_size"], parts),
         time=data["sequence_length"],
         labelled_share=strategy["labelled_share"],
         mixed="bf16" in str(trainer.get("precision")),
@@ -247,11 +242,31 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
     times = _times(model, shape, machine)
     replicas = _replicas(trainer, pipe, notes)
     estimator = Estimator(
-        plan, model, shape, times, parts, replicas, strategy["zero_stage"], strategy["checkpoint_activations"]
-    )
+        plan, model, shape, times, parts, replicas, strategy["zero_stage"], strategy["checkpoint_activations"],
+        FillSettings.from_value(strategy["fill_bubbles"]),
+    )  # fmt: skip
+    filling = estimator.filling()
+    if filling is not None:
+        notes += [*filling.shortfalls, filling.describe(parts)]
+        if filling.inserted:  # a batch is cut into so many more
+            shape = replace(shape, rows=_rows(data["batch_size"], parts + filling.inserted))
+            estimator = replace(estimator, shape=shape, times=_times(model, shape, machine))
+            parts += filling.inserted
+    if data["batch_size"] % parts:
+        notes.append(f"{data['batch_size']} rows in {parts} micro-batches: the larger ones are planned.")
     variants = compare(estimator, machine.fill_warmup, machine.fill_cooldown)
     _note_faults(estimator, variants, machine, notes)
     return Planned(estimator, variants, machine, notes)
+
+
+def _rows(batch_size: int, parts: int) -> int:
+    """Of the larger micro-batches."""
+    if batch_size < parts:
+        raise OfframpError(
+            f"a batch of {batch_size} rows cannot be cut into {parts} micro-batches; enlarge data.batch_size or lower "
+            "micro_batches."
+        )
+    return math.ceil(batch_size / parts)
 
 
 def describe(planned: Planned) -> str:
@@ -259,10 +274,11 @@ def describe(planned: Planned) -> str:
     estimator, shape = planned.estimator, planned.estimator.shape
     world = estimator.replicas * estimator.plan.num_stages
     step = next(variant for variant in planned.variants if variant.runs)
-    tokens = estimator.micro_batches * shape.tokens * estimator.replicas
+    parts = estimator.micro_batches + (step.filling.inserted if step.filling is not None else 0)
+    tokens = parts * shape.tokens * estimator.replicas
     lines = [
         f"{world} processes: {estimator.plan.num_stages} stages x {estimator.replicas} replicas; a step is "
-        f"{estimator.micro_batches} micro-batches of {shape.rows} x {shape.time} tokens on each replica, "
+        f"{parts} micro-batches of {shape.rows} x {shape.time} tokens on each replica, "
         f"{tokens:,} tokens in all",
         f"times: {estimator.times.source}",
         "",

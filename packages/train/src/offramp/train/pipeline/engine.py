@@ -30,11 +30,12 @@ from torch import Tensor, nn
 
 from offramp.common.model.attention import Layout
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.train.agreement import NOT_ASKED
+from offramp.train.agreement import NOT_ASKED, Predictions
 from offramp.train.export import read_stages
 from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
 from offramp.train.pipeline.exchange import Exchange, Links, watched
+from offramp.train.pipeline.filling import Weights, backward_rows, rows_of
 from offramp.train.pipeline.schedule import Kind, Operation, Schedule, forward_only, one_f_one_b
 from offramp.train.pipeline.stages import Stage, StagePlan
 
@@ -125,6 +126,7 @@ class _InFlight(NamedTuple):
     """A micro-batch between its forward and its backward pass.
 
     Attributes:
+        index: its number in the schedule.
         micro_batch: its tokens.
         layout: of them.
         received: [B, T] token ids or [B, T, D] states that this stage read.
@@ -132,6 +134,7 @@ class _InFlight(NamedTuple):
         states: [B, T, D] those that its exits read.
     """
 
+    index: int
     micro_batch: MicroBatch
     layout: Layout
     received: Tensor
@@ -145,6 +148,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
     Attributes:
         objective: weights of the exits; set it before the first step.
         autocast_dtype: None computes in the parameters' dtype.
+        grad_norm: of the last step, before clipping.
+        backward_rows: [S] rows of the last step, on this replica, that gave each stage's parameters a gradient.
     """
 
     module: StageModule
@@ -156,6 +161,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         self.objective: Objective | None = None
         self.autocast_dtype: torch.dtype | None = None
         self.grad_norm = 0.0
+        self.backward_rows: tuple[int, ...] = ()
         self.links = Links(self.grid)
         if isinstance(self.optimizer, ZeROOptimizer):
             setattr(self.optimizer, "scaled_global_norm", self._zero_norm)  # noqa: B010 - see there
@@ -178,20 +184,26 @@ class EarlyExitPipelineEngine(PipelineEngine):
 
     # ---- the two things it does
 
-    def train_batch(self, micro_batches: Sequence[MicroBatch], counts: Tensor) -> ExitSums:  # pyright: ignore
+    def train_batch(  # pyright: ignore
+        self, micro_batches: Sequence[MicroBatch], counts: Tensor, schedule: Schedule | None = None
+    ) -> ExitSums:
         """Forward, backward and optimizer step.
 
         Args:
             micro_batches: this data-parallel rank's part of the batch; the same on all of its stages. Shapes may
                 differ.
             counts: [X] trained tokens of each exit in the whole global batch.
+            schedule: with partial micro-batches, which `filling.arrange` has put into `micro_batches`; None is 1F1B.
 
         Returns:
             Sums over this rank's tokens of the exits that lie on this stage, zero for the others.
         """
         self.module.train()
         self._counts = counts
-        sums = self._run(micro_batches, one_f_one_b(self.num_stages, len(micro_batches)))
+        schedule = schedule or one_f_one_b(self.num_stages, len(micro_batches))
+        rows = rows_of(schedule, micro_batches)
+        self._weights, self.backward_rows = Weights.of(schedule, rows), backward_rows(schedule, rows)
+        sums = self._run(micro_batches, schedule)
         with self._watched("sums of gradients over all processes"):
             self._reduce_shared_gradients()
             self._reduce_gradients()
@@ -205,6 +217,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         self.module.eval()
         assert self.objective is not None
         self._counts = torch.ones(len(self.objective.layers))  # only scale a loss that nobody reads
+        self._weights = Weights((1.0,) * self.num_stages, (1.0,) * self.num_stages)
         try:
             return self._run(micro_batches, forward_only(self.num_stages, len(micro_batches)))
         finally:
@@ -213,8 +226,10 @@ class EarlyExitPipelineEngine(PipelineEngine):
     def _run(self, micro_batches: Sequence[MicroBatch], schedule: Schedule) -> ExitSums:
         assert self.objective is not None
         self._queue, self._sums = micro_batches, ExitSums(self.objective.layers, self.device)
+        self._whole = schedule.micro_batches
         exchange = Exchange(self.links, schedule, self._empty_message, self._carries)
         operations = schedule.operations[self.stage_id]
+        returning = {one.micro_batch for one in operations if one.kind == "backward"}
         # One region around all micro-batches lets autocast convert each weight once per step.
         with self._autocast():
             for operation, following in zip_longest(operations, operations[1:]):
@@ -222,7 +237,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
                 if following is not None:
                     exchange.prepare(following)  # comes while this one is computed
                 if operation.kind == "forward":
-                    self._forward(operation.micro_batch, exchange)
+                    with torch.set_grad_enabled(operation.micro_batch in returning):  # others keep nothing
+                        self._forward(operation.micro_batch, exchange)
                 else:
                     self._backward(operation.micro_batch, exchange)
             exchange.finish()
@@ -239,7 +255,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         if not self.is_pipe_parallel:
             return said
         if said is None:
-            positions = sum(micro.tokens.input_ids.numel() for micro in self._queue)
+            positions = sum(micro.tokens.input_ids.numel() for micro in self._queue[: self._whole])
             said = torch.full((positions,), NOT_ASKED, dtype=torch.int32, device=self.device)
         last = self.grid.stage_to_global(stage_id=self.num_stages - 1)
         dist.broadcast(said, last, group=self.grid.get_pipe_parallel_group())
@@ -263,10 +279,10 @@ class EarlyExitPipelineEngine(PipelineEngine):
         output, states = self.module(x, layout)
         if exchange.sends(operation):
             exchange.send(operation, output.detach().contiguous())
-        running = _InFlight(micro, layout, x, output, states)
+        running = _InFlight(micro_batch, micro, layout, x, output, states)
         if torch.is_grad_enabled():
             self._in_flight[micro_batch] = running
-        else:
+        elif not self.module.training:
             for _ in self._losses(running, states):
                 pass
 
@@ -292,7 +308,9 @@ class EarlyExitPipelineEngine(PipelineEngine):
             self._running_engine_backward = False
         if exchange.sends(operation):
             received = running.received
-            exchange.send(operation, torch.zeros_like(received) if received.grad is None else received.grad)
+            gradient = torch.zeros_like(received) if received.grad is None else received.grad
+            factor = self._weights.of_message(micro_batch, self.stage_id)
+            exchange.send(operation, gradient if factor == 1.0 else gradient.mul_(factor))
 
     def _back_propagate(self, roots: list[Tensor], gradients: list[Tensor | None]) -> None:
         # Backward passes do not belong in an autocast region; nested, it keeps the outer one's converted weights.
@@ -304,11 +322,16 @@ class EarlyExitPipelineEngine(PipelineEngine):
         assert self._sums is not None
         readers = {layer: self.module.stage.reader(layer) for layer in states}
         # Optimizers average gradients over data-parallel ranks, and the counts are those of all ranks together.
+        factor = self.dp_world_size * self._weights.of_loss(running.index, self.stage_id)
+        said = self._sums.predictions
+        if not 0 <= running.index < self._whole:
+            self._sums.predictions = Predictions()  # not every exit is asked about this one
         for loss in exit_losses(
             self.objective, readers, states, running.micro_batch, running.layout, self._counts, self._sums
         ):
-            yield loss * self.dp_world_size
+            yield loss * factor
             del loss
+        self._sums.predictions = said
 
     def _watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         return watched(self.links.name, what, "another process", self.links.limit)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from offramp.common.errors import OfframpError
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.pipeline.costs import BF16, FP32, MicroBatchShape, head_cost, layer_cost
+from offramp.train.pipeline.filling import FillSettings
 from offramp.train.pipeline.schedule import Schedule, bubble_capacity, cooldown_counts, one_f_one_b, warmup_counts
 from offramp.train.pipeline.simulation import HeadWork, StageWork, Timeline, simulate, time_bound
 from offramp.train.pipeline.stages import Stage, StagePlan
@@ -58,6 +60,7 @@ class Estimator:
         replicas: data-parallel ranks.
         zero_stage: 0 or 1.
         checkpointing: activations are checkpointed; see `Stage`.
+        fill: bubbles are filled, and how; None: they are not.
     """
 
     plan: StagePlan
@@ -68,6 +71,7 @@ class Estimator:
     replicas: int = 1
     zero_stage: int = 0
     checkpointing: bool = False
+    fill: FillSettings | None = None
 
     def memory(self) -> list[StageMemory]:
         """[S] what stays from step to step."""
@@ -155,6 +159,28 @@ class Estimator:
         schedule = schedule or one_f_one_b(self.plan.num_stages, self.micro_batches)
         return simulate(schedule, works, self.times.transfer)
 
+    def filling(self) -> Filling | None:
+        """What `fill` puts into the bubbles; None if they are not filled.
+
+        Raises:
+            OfframpError: stages share parameters that are trained.
+        """
+        if self.fill is None:
+            return None
+        if shared := self.shared_and_trained():
+            raise OfframpError(
+                f"fill_bubbles cannot be used where stages share trained parameters ({', '.join(shared)}); untie them, "
+                "or set fill_bubbles to false."
+            )
+        works = self.works()
+        if self.fill.ratio is not None:
+            works = [replace(work, forward=1.0, backward=self.fill.ratio, heads=()) for work in works]
+        return fill_bubbles(self, works, self.fill.warmup, self.fill.cooldown)
+
+    def shared_and_trained(self) -> list[str]:
+        """Names of trained parameters that several stages hold."""
+        return [name for name in self.plan.shared if self.model.get_parameter(name).requires_grad]
+
     def bound(self, works: Sequence[StageWork]) -> float:
         """Upper bound on a step of plain 1F1B, in seconds."""
         return time_bound(works, self.micro_batches, self.times.transfer)
@@ -169,12 +195,28 @@ class Filling:
         warmup: micro-batches put into the warm-up.
         cooldown: micro-batches put into the cool-down.
         capacity: K, what stages of equal times have room for in each part.
+        shortfalls: where fewer are there than were asked for, one sentence each.
     """
 
     timeline: Timeline
     warmup: int
     cooldown: int
     capacity: int
+    shortfalls: tuple[str, ...] = ()
+
+    @property
+    def inserted(self) -> int:
+        """Micro-batches in both parts."""
+        return self.warmup + self.cooldown
+
+    def describe(self, micro_batches: int) -> str:
+        """One sentence: how many, and how far they come."""
+        backs = [sum(one.kind == "backward" for one in own) for own in self.timeline.schedule.operations]
+        return (
+            f"bubbles: {self.warmup} + {self.cooldown} micro-batches in the warm-up and the cool-down beside "
+            f"{micro_batches} whole ones; by stage, {', '.join(map(str, backs))} of {micro_batches + self.inserted} "
+            "give parameters a gradient"
+        )
 
 
 def fill_bubbles(
@@ -211,7 +253,14 @@ def fill_bubbles(
         if filled.seconds <= limit:
             best, counts = filled, (counts[0], late)
             break
-    return Filling(best, max(counts[0], default=0), max(counts[1], default=0), capacity)
+    found = {"warmup": max(counts[0], default=0), "cooldown": max(counts[1], default=0)}
+    shortfalls = tuple(
+        f"fill_bubbles.{name}: {asked} micro-batches were asked for and {found[name]} are run; more would make the "
+        f"step longer (stages alike have room for {capacity}), or would meet no exit"
+        for name, asked in (("warmup", warmup), ("cooldown", cooldown))
+        if asked is not None and asked > found[name]
+    )
+    return Filling(best, found["warmup"], found["cooldown"], capacity, shortfalls)
 
 
 @dataclass(frozen=True)
@@ -264,23 +313,23 @@ def compare(estimator: Estimator, warmup: int | None = None, cooldown: int | Non
         variants.append(variant("exits, at the start of the next", estimator, deferred=False))
     else:
         variants.append(variant("exits, computed in the forward pass", estimator, deferred=False))
-    variants.append(variant("exits, deferred to the backward pass", estimator, not again))
-    variants.append(variant("deferred, activation checkpointing", estimator, again, again=True))
+    filled = estimator.filling()
+    unfilled = filled is None or not filled.inserted
+    variants.append(variant("exits, deferred to the backward pass", estimator, unfilled and not again))
+    variants.append(variant("deferred, activation checkpointing", estimator, unfilled and again, again=True))
     works = estimator.works()
     if plan.num_stages > 1:
-        shared = [name for name in plan.shared if _parameter_is_trained(estimator.model, name)]
-        if shared:
+        if shared := estimator.shared_and_trained():
             note = f"not with parameters that stages share ({', '.join(shared)})"
             variants.append(Variant("deferred, bubbles filled", estimator.run(works), None, note=note))
         else:
-            filling = fill_bubbles(estimator, works, warmup, cooldown)
+            name = "deferred, activation checkpointing, bubbles filled" if again else "deferred, bubbles filled"
+            if filled is not None:  # its times are those that its counts came from, so run it with those of the plan
+                filled = replace(filled, timeline=estimator.run(works, filled.timeline.schedule))
+            filling = filled or fill_bubbles(estimator, works, warmup, cooldown)
             note = f"{filling.warmup} + {filling.cooldown} more micro-batches of at most {filling.capacity} each"
-            variants.append(Variant("deferred, bubbles filled", filling.timeline, None, note=note, filling=filling))
+            variants.append(Variant(name, filling.timeline, None, not unfilled, note, filling))
     return variants
-
-
-def _parameter_is_trained(model: MultiExitTransformer, name: str) -> bool:
-    return model.get_parameter(name).requires_grad
 
 
 def _is_trained(module: nn.Module) -> bool:

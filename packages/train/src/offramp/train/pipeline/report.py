@@ -37,8 +37,8 @@ def stage_table(estimator: Estimator) -> str:
 
 def stage_records(estimator: Estimator) -> list[dict[str, Any]]:
     """[S] the numbers of `stage_table`, in seconds and bytes; `layers` are the first and the last."""
-    works = estimator.works()
-    timeline, records = estimator.run(works), []
+    works, filling, records = estimator.works(), estimator.filling(), []
+    timeline = estimator.run(works, None if filling is None else filling.timeline.schedule)
     for index, (work, memory, peak) in enumerate(zip(works, estimator.memory(), timeline.peaks, strict=True)):
         records.append(
             {

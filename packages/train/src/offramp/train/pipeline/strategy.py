@@ -27,7 +27,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -40,9 +40,11 @@ from offramp.train.pipeline import checkpoints
 from offramp.train.pipeline.costs import MicroBatchShape
 from offramp.train.pipeline.engine import EarlyExitPipelineEngine, StageModule, make_engine
 from offramp.train.pipeline.estimate import Estimator
+from offramp.train.pipeline.filling import FillSettings, arrange
 from offramp.train.pipeline.quiet_deepspeed import use_device
 from offramp.train.pipeline.registration import NAME, register_strategy
 from offramp.train.pipeline.report import stage_table
+from offramp.train.pipeline.schedule import Schedule
 from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages
 from offramp.train.pipeline.times import estimated, matrix_speed
 from offramp.train.training_checkpoint import FILES, RECORD_FILE, remove
@@ -72,6 +74,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         stage_bounds: last layer of every stage but the last; None balances the cost.
         exit_placement: of exits between two stages; see `StagePlan`.
         checkpoint_activations: layers keep their input alone and run again in the backward pass; see `Stage`.
+        fill_bubbles: put partial micro-batches into the idle time, beside the whole ones: `true` for as many as fit,
+            or any of `warmup`, `cooldown` (counts) and `ratio` (of a backward to a forward pass); see `filling`.
         labelled_share: expected share of positions with a label, for balancing: only they meet the unembedding.
         timeout_minutes: how long a rank waits for another; then it ends and says which message it was.
         process_group_backend: None chooses gloo on CPU and nccl on CUDA.
@@ -87,6 +91,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         stage_bounds: list[int] | None = None,
         exit_placement: ExitPlacement = "next_stage",
         checkpoint_activations: bool = False,
+        fill_bubbles: bool | dict[str, Any] = False,
         labelled_share: float = 0.5,
         timeout_minutes: float = 30.0,
         process_group_backend: str | None = None,
@@ -117,6 +122,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         self.stage_bounds, self.labelled_share = stage_bounds, labelled_share
         self.exit_placement: ExitPlacement = exit_placement
         self.checkpoint_activations = checkpoint_activations
+        self.fill_settings = FillSettings.from_value(fill_bubbles)
+        self.schedule: Schedule | None = None  # with partial micro-batches
         self.timeout_minutes = timeout_minutes
         self._engine: EarlyExitPipelineEngine | None = None
 
@@ -173,6 +180,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         )
         if self.is_global_zero:
             rank_zero_info(self._describe(plan, model))
+        self.schedule = self._filled(plan, model)
         return StageModule(model, plan, self.checkpoint_activations)
 
     def _describe(self, plan: StagePlan, model: MultiExitTransformer) -> str:
@@ -181,17 +189,33 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         rows = math.ceil(getattr(data, "batch_size", self.micro_batches) / self.micro_batches)
         time = getattr(data, "sequence_length", 512)
         mixed = PRECISIONS[str(self.precision_plugin.precision)] is not None
-        shape = MicroBatchShape(rows, time, self.labelled_share, mixed)
         speed = matrix_speed(self.root_device, mixed)
-        times = estimated(plan.config, plan.exits, shape, speed, "")
-        estimator = Estimator(
-            plan, model, shape, times, self.micro_batches, self.data_parallel_size, self.zero_stage,
-            self.checkpoint_activations,
-        )  # fmt: skip
+        estimator = self._estimator(plan, model, MicroBatchShape(rows, time, self.labelled_share, mixed), speed)
         return (
             f"stage plan for {self.micro_batches} micro-batches of {rows} x {time} tokens, estimated at "
             f"{speed / 1e12:.3g} TFLOP/s:\n{stage_table(estimator)}"
         )
+
+    def _estimator(
+        self, plan: StagePlan, model: MultiExitTransformer, shape: MicroBatchShape, speed: float
+    ) -> Estimator:
+        return Estimator(
+            plan, model, shape, estimated(plan.config, plan.exits, shape, speed, ""), self.micro_batches,
+            self.data_parallel_size, self.zero_stage, self.checkpoint_activations, self.fill_settings,
+        )  # fmt: skip
+
+    def _filled(self, plan: StagePlan, model: MultiExitTransformer) -> Schedule | None:
+        """1F1B with partial micro-batches, if asked for; the same on every rank, so from no measured time."""
+        if self.fill_settings is None:
+            return None
+        shape = MicroBatchShape(1, 512, self.labelled_share)
+        filling = self._estimator(plan, model, shape, speed=1e12).filling()
+        if filling is None:
+            return None
+        for shortfall in filling.shortfalls:
+            rank_zero_warn(shortfall)
+        rank_zero_info(filling.describe(self.micro_batches))
+        return filling.timeline.schedule if filling.inserted else None
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -265,16 +289,24 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Forward, backward and optimizer step."""
         module, engine = self.module, self.engine
-        if batch_idx == 0 and len(batch[0]) < self.micro_batches:
+        parts = self.micro_batches + (0 if self.schedule is None else self.schedule.inserted)
+        if batch_idx == 0 and len(batch[0]) < parts:
+            inserted = f" ({parts - self.micro_batches} of them in bubbles)" if self.schedule is not None else ""
             raise OfframpError(
-                f"a batch of {len(batch[0])} rows cannot be cut into {self.micro_batches} micro-batches; enlarge the "
+                f"a batch of {len(batch[0])} rows cannot be cut into {parts} micro-batches{inserted}; enlarge the "
                 "batch or lower micro_batches."
             )
         micro = module.prepare(batch, training=True)
         counts = module.objective.counts(micro)
         if self.data_parallel_size > 1:
             dist.all_reduce(counts, group=engine.grid.get_data_parallel_group())
-        sums = engine.train_batch(micro.split(self.micro_batches), counts)
+        if self.schedule is None or micro.tokens.num_rows < parts:  # a last batch may be small
+            sums = engine.train_batch(micro.split(self.micro_batches), counts)
+        else:
+            queue = arrange(micro, self.schedule, module.seed, module.global_step)
+            sums = engine.train_batch(queue, counts, self.schedule)
+            rows = {f"train/rows_stage_{s:02d}": float(count) for s, count in enumerate(engine.backward_rows)}
+            module.log_dict(rows, on_step=True, on_epoch=False, batch_size=1)
         positions = micro.tokens.input_ids.numel() if engine.is_first_stage() else 0
         module.log_training(sums, positions, engine.grad_norm)
         module.watch_step(engine.grad_norm)  # the engine has left the step out already, if there was reason to
