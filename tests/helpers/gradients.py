@@ -27,7 +27,8 @@ LAYERS = 4
 class Case:
     """One way to cut, tie and train a tiny model.
 
-    `fill` are passes of partial micro-batches in the warm-up and in the cool-down, by stage.
+    `fill` are passes of partial micro-batches in the warm-up and in the cool-down, by stage. With a `loss_scale`, a
+    gradient of stage `overflows` is made infinite in a first step.
     """
 
     exits: tuple[int, ...] = (1, 2)
@@ -43,6 +44,8 @@ class Case:
     distill: float = 0.0
     checkpoint_activations: bool = False
     fill: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    loss_scale: float | None = None
+    overflows: int | None = None
     frozen: tuple[str, ...] = ()
     rows: int = 7
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -158,6 +161,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
         cases: number of stages, and what to train on them.
     """
     from offramp.train.pipeline.engine import EarlyExitPipelineEngine, StageModule, make_engine
+    from offramp.train.pipeline.loss_scale import LossScale
 
     # isort: split
     import deepspeed
@@ -207,6 +211,21 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
         counts = torch.stack([engine.objective.counts(part) for part in parts]).sum(0)
         micro = parts[engine.grid.data_parallel_id].split(case.micro_batches)
         before = engine.eval_batch(micro)
+        if case.loss_scale is not None:
+            engine.loss_scale = LossScale(case.loss_scale)
+        if case.overflows is not None:
+            unscale = engine._unscale
+
+            def overflow(engine: EarlyExitPipelineEngine = engine, case: Case = case, unscale: Any = unscale) -> bool:
+                if engine.stage_id == case.overflows:
+                    next(p.grad for p in engine.module.parameters() if p.grad is not None).view(-1)[0] = float("inf")
+                return unscale()
+
+            engine._unscale = overflow
+            engine.train_batch(micro, counts)
+            assert not gradients, "no step is made"
+            assert all(p.grad is None for p in engine.module.parameters())
+            engine._unscale = unscale
         if case.fill is None:
             sums = engine.train_batch(micro, counts)
         else:
@@ -228,6 +247,8 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
                 "finite": bool(after.values.isfinite().all()),
                 "idle": module.idle is not None,
                 "backward_rows": engine.backward_rows,
+                "skipped": engine.skipped_steps,
+                "scale": None if engine.loss_scale is None else engine.loss_scale.value,
             }
         )
         engine.destroy()

@@ -90,6 +90,16 @@ FILLED = {
 }  # fmt: skip
 
 
+SCALED = {
+    "tied, clipping": (Case(clip=0.5), Case(clip=0.5, loss_scale=2.0**12)),
+    "ZeRO-1, overflow on the last stage": (Case(zero_stage=1), Case(zero_stage=1, loss_scale=2.0**12, overflows=1)),
+    "fill-aware, overflow on the first stage": (
+        Case(fill_aware={1: 0.3, 2: 0.3}),
+        Case(fill_aware={1: 0.3, 2: 0.3}, loss_scale=2.0**12, overflows=0),
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def two_stages() -> dict[str, list[dict[str, Any]]]:
     answers = run_processes(pipeline, 2, [(2, case) for case in TWO_STAGES.values()], timeout_s=300)
@@ -153,6 +163,26 @@ def test_filled_bubbles_add_what_one_process_would(processes: int) -> None:
     answers = run_processes(pipeline, processes, cases, timeout_s=400)
     for index, (num_stages, case) in enumerate(cases):
         check_filled(num_stages, case, [answer[index] for answer in answers])
+
+
+def check_scaled(scaled: Case, plain: list[dict[str, Any]], answers: list[dict[str, Any]]) -> None:
+    skipped = int(scaled.overflows is not None)
+    for before, after in zip(plain, answers, strict=True):
+        assert (after["skipped"], after["scale"]) == (skipped, 2.0**12 / 2**skipped), "on all stages together"
+        assert before["gradients"].keys() == after["gradients"].keys()
+        for name, gradient in before["gradients"].items():
+            assert torch.equal(gradient, after["gradients"][name]), name
+        assert after["norm"] == before["norm"]
+        assert after["train"] == before["train"], "what is reported is not scaled"
+
+
+@pytest.mark.slow
+def test_a_loss_scale_changes_no_bit_and_an_overflow_anywhere_skips_the_step_everywhere() -> None:
+    cases = [(2, case) for pair in SCALED.values() for case in pair]
+    answers = run_processes(pipeline, 2, cases, timeout_s=400)
+    for index, (_, scaled) in enumerate(SCALED.values()):
+        plain, after = ([answer[2 * index + which] for answer in answers] for which in (0, 1))
+        check_scaled(scaled, plain, after)
 
 
 @pytest.mark.slow

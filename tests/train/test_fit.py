@@ -36,6 +36,8 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "frozen": {"strategy": TWO_STAGES, "module": {"freeze": ["backbone"]}},
     "primed": {"strategy": "ddp", "priming": True, "trainer": {"val_check_interval": 1.0}},
     "bf16": {"strategy": TWO_STAGES, "trainer": {"precision": "bf16-mixed"}},
+    "fp16": {"strategy": {**TWO_STAGES, "checkpoint_activations": True}, "trainer": {"precision": "16-mixed"}},
+    "fp16, second half": {"strategy": TWO_STAGES, "trainer": {"precision": "16-mixed"}, "resume": "fp16"},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "distillation across stages": ({"strategy": TWO_STAGES, "module": {"distill": 0.5}}, "final logits"),
@@ -43,6 +45,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "half weights": ({"strategy": TWO_STAGES, "trainer": {"precision": "bf16-true"}}, "32-true, bf16-mixed"),
     "three stages of two processes": ({"strategy": {"pipe": 3}}, "multiple of pipe"),
     "accumulation": ({"strategy": TWO_STAGES, "trainer": {"accumulate_grad_batches": 2}}, "micro_batches"),
+    "filled bubbles with shared parameters": (
+        {"strategy": {**TWO_STAGES, "fill_bubbles": True}},
+        r"fill_bubbles cannot be used where stages share trained parameters \(embed_tokens.weight\)",
+    ),
     "priming": ({"strategy": TWO_STAGES, "priming": True}, "does not run on deepspeed_pipeline"),
 }
 TWO_PROCESSES |= {name: settings for name, (settings, _) in REFUSED.items()}
@@ -177,6 +183,19 @@ def test_bf16_trains_about_as_fp32_does(two: dict[str, Any]) -> None:
     first = two["bf16"][0]["metrics"][0, "train/loss"]
     assert first == pytest.approx(two["pipeline"][0]["metrics"][0, "train/loss"], rel=0.1)
     assert two["bf16"][0]["metrics"][5, "train/loss"] < first
+
+
+@pytest.mark.slow
+def test_fp16_trains_about_as_fp32_does_and_goes_on_with_its_scale(two: dict[str, Any]) -> None:
+    metrics, again = two["fp16"][0]["metrics"], two["fp16, second half"][0]["metrics"]
+    first = metrics[0, "train/loss"]
+    assert first == pytest.approx(two["pipeline"][0]["metrics"][0, "train/loss"], rel=0.1)
+    assert metrics[5, "train/loss"] < first
+    scales = [metrics[step, "train/loss_scale"] for step in range(6)]
+    assert scales[0] == 2.0**16
+    assert [again[step, "train/loss_scale"] for step in range(3, 6)] == scales[3:]
+    # Each skipped step halves the scale.
+    assert scales[5] == 2.0 ** (16 - metrics[4, "train/skipped_steps"])
 
 
 @pytest.mark.slow

@@ -62,7 +62,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         torch.mm(error, weight, out=grad_x[rows])
                     if grad_weight is not None:
                         grad_weight += error.T @ own
-        ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight.dtype))
+        # Summed over thousands of tokens it may be more than fp16 can hold, where the mean is not; so scale it first.
+        if grad_weight is not None and weight.dtype != torch.float16:
+            grad_weight = grad_weight.to(weight.dtype)
+        ctx.save_for_backward(grad_x, grad_weight)
         ctx.mark_non_differentiable(predicted)
         return total, predicted
 

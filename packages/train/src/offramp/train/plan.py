@@ -232,7 +232,7 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
         rows=_rows(data["batch_size"], parts),
         time=data["sequence_length"],
         labelled_share=strategy["labelled_share"],
-        mixed="bf16" in str(trainer.get("precision")),
+        mixed="mixed" in str(trainer.get("precision")),
     )
     bounds, placement = strategy.get("stage_bounds"), strategy.get("exit_placement", "next_stage")
     # The same call that the strategy makes, so that fit runs what is planned.

@@ -36,6 +36,7 @@ from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
 from offramp.train.pipeline.exchange import Exchange, Links, watched
 from offramp.train.pipeline.filling import Weights, backward_rows, rows_of
+from offramp.train.pipeline.loss_scale import LossScale
 from offramp.train.pipeline.schedule import Kind, Operation, Schedule, forward_only, one_f_one_b
 from offramp.train.pipeline.stages import Stage, StagePlan
 
@@ -148,7 +149,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
     Attributes:
         objective: weights of the exits; set it before the first step.
         autocast_dtype: None computes in the parameters' dtype.
-        grad_norm: of the last step, before clipping.
+        loss_scale: of fp16, or None.
+        grad_norm: of the last step, before clipping; infinite if the step was skipped.
         backward_rows: [S] rows of the last step, on this replica, that gave each stage's parameters a gradient.
     """
 
@@ -160,6 +162,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         super().__init__(**kwargs)
         self.objective: Objective | None = None
         self.autocast_dtype: torch.dtype | None = None
+        self.loss_scale: LossScale | None = None
         self.grad_norm = 0.0
         self.backward_rows: tuple[int, ...] = ()
         self.links = Links(self.grid)
@@ -205,9 +208,10 @@ class EarlyExitPipelineEngine(PipelineEngine):
         self._weights, self.backward_rows = Weights.of(schedule, rows), backward_rows(schedule, rows)
         sums = self._run(micro_batches, schedule)
         with self._watched("sums of gradients over all processes"):
-            self._reduce_shared_gradients()
-            self._reduce_gradients()
-            self._step()
+            if self._unscale():
+                self._reduce_shared_gradients()
+                self._reduce_gradients()
+                self._step()
         return sums
 
     @torch.no_grad()
@@ -323,6 +327,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
         readers = {layer: self.module.stage.reader(layer) for layer in states}
         # Optimizers average gradients over data-parallel ranks, and the counts are those of all ranks together.
         factor = self.dp_world_size * self._weights.of_loss(running.index, self.stage_id)
+        if self.loss_scale is not None:
+            factor *= self.loss_scale.value
         said = self._sums.predictions
         if not 0 <= running.index < self._whole:
             self._sums.predictions = Predictions()  # not every exit is asked about this one
@@ -348,6 +354,18 @@ class EarlyExitPipelineEngine(PipelineEngine):
         return torch.empty(rows, time, size, dtype=next(self.module.parameters()).dtype, device=self.device)
 
     # ---- after the last backward pass
+
+    def _unscale(self) -> bool:
+        """Whether there is a step to make; see `LossScale`."""
+        if self.loss_scale is None:
+            return True
+        gradients = (parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)
+        if self.loss_scale.unscale(gradients, self.device):
+            return True
+        self.module.zero_grad()
+        self.grad_norm = float("inf")
+        self.skipped_steps += 1
+        return False
 
     def _reduce_shared_gradients(self) -> None:
         for parameter, group in self.module.get_tied_weights_and_groups():

@@ -5,7 +5,7 @@ and the step within `training_step`. So `global_step`, schedules, `max_steps` an
 optimizer steps.
 
 What the trainer may say with it: `devices` (times `num_nodes`) a multiple of `pipe`, the rest being data-parallel
-replicas; `precision` 32-true or bf16-mixed (autocast over fp32 weights); `gradient_clip_val` by norm;
+replicas; `precision` 32-true, bf16-mixed or 16-mixed (autocast over fp32 weights); `gradient_clip_val` by norm;
 `accumulate_grad_batches: 1`, since `micro_batches` says how a batch is cut. The steps of the module are not called, nor
 are its hooks `on_before_backward`, `on_after_backward`, `on_before_optimizer_step` and `configure_gradient_clipping`.
 
@@ -41,6 +41,7 @@ from offramp.train.pipeline.costs import MicroBatchShape
 from offramp.train.pipeline.engine import EarlyExitPipelineEngine, StageModule, make_engine
 from offramp.train.pipeline.estimate import Estimator
 from offramp.train.pipeline.filling import FillSettings, arrange
+from offramp.train.pipeline.loss_scale import LossScale
 from offramp.train.pipeline.quiet_deepspeed import use_device
 from offramp.train.pipeline.registration import NAME, register_strategy
 from offramp.train.pipeline.report import stage_table
@@ -59,8 +60,11 @@ if TYPE_CHECKING:
 
 register_strategy()
 
-PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16}
+PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Allowed `trainer.precision`, and the dtype that stages compute in where it is not that of the weights."""
+
+_LOSS_SCALE = "loss_scale"
+"""Key of its state in Lightning's checkpoint."""
 
 
 class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
@@ -275,6 +279,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         engine.links.limit_to(timedelta(minutes=self.timeout_minutes))
         engine.objective = self.module.objective
         engine.autocast_dtype = PRECISIONS[str(self.precision_plugin.precision)]
+        engine.loss_scale = LossScale() if engine.autocast_dtype == torch.float16 else None
         return engine
 
     # ---- steps
@@ -300,6 +305,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         counts = module.objective.counts(micro)
         if self.data_parallel_size > 1:
             dist.all_reduce(counts, group=engine.grid.get_data_parallel_group())
+        scale = None if engine.loss_scale is None else engine.loss_scale.value  # of this step
         if self.schedule is None or micro.tokens.num_rows < parts:  # a last batch may be small
             sums = engine.train_batch(micro.split(self.micro_batches), counts)
         else:
@@ -307,6 +313,9 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             sums = engine.train_batch(queue, counts, self.schedule)
             rows = {f"train/rows_stage_{s:02d}": float(count) for s, count in enumerate(engine.backward_rows)}
             module.log_dict(rows, on_step=True, on_epoch=False, batch_size=1)
+        if scale is not None:
+            own = {"train/loss_scale": scale, "train/skipped_steps": float(engine.skipped_steps)}
+            module.log_dict(own, on_step=True, on_epoch=False, batch_size=1)
         positions = micro.tokens.input_ids.numel() if engine.is_first_stage() else 0
         module.log_training(sums, positions, engine.grad_norm)
         module.watch_step(engine.grad_norm)  # the engine has left the step out already, if there was reason to
@@ -338,6 +347,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a directory, whole or not at all; see `offramp.train.pipeline.checkpoints`."""
+        if self.engine.loss_scale is not None:
+            checkpoint[_LOSS_SCALE] = self.engine.loss_scale.state_dict()
         checkpoints.save(self.engine, checkpoint, Path(self.broadcast(os.fspath(filepath))), self._layout())
 
     @override
@@ -367,7 +378,10 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         schedules = [config.scheduler for config in self.lr_scheduler_configs]
         if record["processes"] != self._layout():
             rank_zero_info(f"{path} was written by {record['processes']}, and goes on with {self._layout()}")
-        return checkpoints.load(self.engine, path, schedules[0] if schedules else None)
+        checkpoint = checkpoints.load(self.engine, path, schedules[0] if schedules else None)
+        if self.engine.loss_scale is not None and _LOSS_SCALE in checkpoint:
+            self.engine.loss_scale.load_state_dict(checkpoint[_LOSS_SCALE])
+        return checkpoint
 
     def _layout(self) -> dict[str, Any]:
         bounds = list(self.engine.module.stage.plan.bounds)
