@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "accumulation": ({"strategy": TWO_STAGES, "trainer": {"accumulate_grad_batches": 2}}, "micro_batches"),
     "filled bubbles with shared parameters": (
         {"strategy": {**TWO_STAGES, "fill_bubbles": True}},
-        r"fill_bubbles cannot be used where stages share trained parameters \(embed_tokens.weight\)",
+        "fill_bubbles cannot be used where stages share trained parameters (embed_tokens.weight)",
     ),
     "priming": ({"strategy": TWO_STAGES, "priming": True}, "does not run on deepspeed_pipeline"),
 }
