@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -25,6 +26,8 @@ Dtype = Literal["fp32", "bf16"]
 Quantization = Literal["none", "int8"]
 """What weights are rounded to when they are loaded. `int8`: the matrices of layers and exits and the unembedding, with
 a scale for every 64 inputs of an output channel; norms, biases and embeddings stay as they are."""
+
+_DEVICES = re.compile(r"cpu|auto|cuda(:\d{1,3})?")
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
@@ -62,6 +65,10 @@ class EngineConfig:
         dtype: of weights, states and KV cache; logits, confidences and sampling are always float32.
         quantization: of weights, beside `dtype` for all the rest; see `Quantization`.
         num_threads: CPU threads of the engine's operations; None leaves torch's own choice.
+        device: what holds weights and KV cache and computes: `cpu`, `cuda`, `cuda:N`, or `auto`, which is a CUDA device
+            if there is one. There torch computes the layers, so `kernels` must be `auto` or `plain`; with `dtype` bf16
+            and a `block_size` of 256 (or a multiple) attention is FlashAttention over the cache's blocks.
+        cuda_graphs: whether decoding on CUDA replays captured graphs, which saves the host's time for each operation.
     """
 
     block_size: int = 16
@@ -82,6 +89,8 @@ class EngineConfig:
     dtype: Dtype = "fp32"
     quantization: Quantization = "none"
     num_threads: int | None = None
+    device: str = "cpu"
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_tokens_per_iteration", "max_waiting", "max_parked_iterations"):
@@ -120,9 +129,26 @@ class EngineConfig:
                 f"deep_quorum {quorum} needs sync policy 'regroup' with split rule 'always', where rows leave on their "
                 f"own, not {self.sync_policy!r} with {self.split_rule!r}; change these, or leave the quorum out."
             )
-        for name in ("prefix_caching", "group_by_depth"):
+        if not isinstance(self.device, str) or _DEVICES.fullmatch(self.device) is None:
+            raise OfframpError(f"device {self.device!r} is unknown; choose cpu, cuda, cuda:N or auto.")
+        if self.device.startswith("cuda"):
+            self._check_cuda()
+        for name in ("prefix_caching", "group_by_depth", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise OfframpError(f"{name} {getattr(self, name)!r} must be true or false.")
+
+    def _check_cuda(self) -> None:
+        """Raise `OfframpError` if some setting needs the CPU."""
+        if self.kernels in ("native", "packed"):
+            raise OfframpError(
+                f"kernels {self.kernels!r} compute on the CPU, and device {self.device!r} is none; use kernels auto, "
+                "or device cpu."
+            )
+        if self.split_rule == "cost":
+            raise OfframpError(
+                f"split rule 'cost' goes by the times of segments, which the host does not see on device "
+                f"{self.device!r}; use split rule always, or device cpu."
+            )
 
     def cache_blocks(self, block_bytes: int) -> int:
         """Number of blocks in the KV cache.

@@ -25,6 +25,7 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.tokenizer import load_tokenizer
 from offramp.serve.config import EngineConfig
+from offramp.serve.devices import choose_device
 from offramp.serve.execution.executor import Executor
 from offramp.serve.execution.exit_test import ExitRules, RequestExits
 from offramp.serve.execution.kv_policy import exit_policy
@@ -32,6 +33,7 @@ from offramp.serve.kv_cache.block_pool import BlockPool
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.measures.iteration_clock import IterationClock
 from offramp.serve.measures.records import EngineMetrics, Gauges
+from offramp.serve.model.graphs import captures
 from offramp.serve.model.linear import ChosenKernels
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.probe import PositionReading, probe
@@ -107,6 +109,7 @@ class Engine:
         """
         self.checkpoint, self._tokenizer = checkpoint, tokenizer
         self.config = config = config or EngineConfig()
+        device = choose_device(config)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         model, dtype = checkpoint.config, DTYPES[config.dtype]
@@ -127,6 +130,8 @@ class Engine:
                 quantization=config.quantization,
                 release=release_weights,
                 final_shortlist=shortlist if shortlist_head else None,
+                device=device,
+                capture=captures(device) if config.cuda_graphs else None,
             )
         num_blocks = self._num_blocks(packed, dtype)
         self.cache_tokens = num_blocks * config.block_size
@@ -138,6 +143,8 @@ class Engine:
             model.head_dim,
             dtype,
             poison_cache,
+            device,
+            with_scratch=device.type != "cpu",
         )
         self._clock = IterationClock()
         self._executor = Executor(packed, cache, self.max_model_len, config, self._clock)
@@ -219,6 +226,11 @@ class Engine:
     def kernels(self) -> ChosenKernels:
         """What computes the layers here: what `auto` has chosen."""
         return self._model.kernels
+
+    @property
+    def device(self) -> torch.device:
+        """What computes here: what `auto` has chosen."""
+        return self._model.device
 
     @property
     def metrics(self) -> EngineMetrics:

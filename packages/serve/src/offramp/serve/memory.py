@@ -17,16 +17,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from offramp.serve.devices import CPU
+
 _HUGE_PAGE = 2 << 20
 _WORTH_ONE = 256 << 10
 """Bytes from which on a tensor gets huge pages of its own, though it may not fill the last one."""
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of this shape whose content is undefined; memory that is not touched is not used."""
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """A tensor of this shape whose content is undefined; memory of the CPU that is not touched is not used."""
     size = math.prod(shape) * dtype.itemsize
-    if size < _WORTH_ONE or sys.platform != "linux":
-        return torch.empty(shape, dtype=dtype)
+    if size < _WORTH_ONE or sys.platform != "linux" or device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
     # Room to begin at a whole page: the kernel need not place a mapping so.
     whole = -(-size // _HUGE_PAGE) * _HUGE_PAGE
     region = mmap.mmap(-1, whole + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -87,7 +87,8 @@ def probe(
     num_tokens, config = len(token_ids), model.config
     blocks = torch.arange(-(-num_tokens // _BLOCK_SIZE), dtype=torch.int32)[None]
     cache = KVStorage(
-        model.num_cache_layers, blocks.numel(), _BLOCK_SIZE, config.num_kv_heads, config.head_dim, model.dtype
+        *(model.num_cache_layers, blocks.numel(), _BLOCK_SIZE, config.num_kv_heads, config.head_dim, model.dtype),
+        device=model.device,
     )
     context = model.row_context(max_model_len, _BLOCK_SIZE)
     readings = [PositionReading(position, token, {}) for position, token in enumerate(token_ids)]
@@ -95,7 +96,7 @@ def probe(
         part = readings[start : start + SLICE]
         positions = torch.arange(start, start + len(part))  # and slots: blocks lie in order
         rows = Rows(positions, positions, torch.zeros(len(part), dtype=torch.int32), blocks, context)
-        x, depth = model.embed(torch.tensor([one.token_id for one in part])), 0
+        x, depth = model.embed(torch.tensor([one.token_id for one in part], device=model.device)), 0
         for layer in model.exits:
             x, previous = model.run_layers(x, rows, cache, depth, layer)
             depth = layer

@@ -27,6 +27,9 @@ TOKEN_BUDGET = 2048
 
 _BLOCK_SIZE = 16
 
+_CUDA_BLOCK_SIZE = 256
+"""Blocks that FlashAttention takes."""
+
 
 class EngineContestant:
     """The whole engine in one of its variants.
@@ -143,10 +146,7 @@ class EngineShelf:
         """
         self._path, self._exits = path, exits
         self._seats = max(load.batch for load in workloads)
-        # One block more than each can fill: the scheduler lets nobody in who might soon have to go again.
-        self._blocks = max(
-            load.batch * (-(-(load.prompt_tokens + load.new_tokens) // _BLOCK_SIZE) + 1) for load in workloads
-        )
+        self._workloads = workloads
         self._engines: dict[tuple[EngineConfig, Head], Engine] = {}
 
     def contestant(self, variant: Variant) -> EngineContestant:
@@ -155,9 +155,13 @@ class EngineShelf:
         Raises:
             OfframpError: the checkpoint or the machine does not allow it.
         """
+        size = _BLOCK_SIZE if variant.setting("device") == "cpu" else _CUDA_BLOCK_SIZE
         base = EngineConfig(
-            block_size=_BLOCK_SIZE,
-            num_blocks=self._blocks,
+            block_size=size,
+            # One block more than each can fill: the scheduler lets nobody in who might soon have to go again.
+            num_blocks=max(
+                load.batch * (-(-(load.prompt_tokens + load.new_tokens) // size) + 1) for load in self._workloads
+            ),
             max_num_seqs=self._seats,
             max_tokens_per_iteration=max(TOKEN_BUDGET, self._seats),
             max_waiting=self._seats,

@@ -27,6 +27,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -19,8 +19,8 @@ from offramp.serve.config import Dtype, EngineConfig, Kernels, SyncPolicy
 _T = TypeVar("_T")
 # Fields that have an option of their own, that the benchmark sets to fit its workloads, or that no short text can give.
 _NOT_BY_NAME = frozenset(
-    {"dtype", "kernels", "sync_policy", "block_size", "num_blocks", "kv_cache_bytes", "max_num_seqs", "max_waiting"}
-    | {"num_threads", "thresholds", "shortlist"}
+    {"dtype", "kernels", "device", "sync_policy", "block_size", "num_blocks", "kv_cache_bytes", "max_num_seqs"}
+    | {"max_waiting", "num_threads", "thresholds", "shortlist"}
 )
 _EARLY: tuple[KVPolicy, ...] = ("fill", "recompute", "verify")
 
@@ -61,6 +61,7 @@ def main(argv: list[str]) -> int:
             "dtype": options.dtype,
             "kernels": options.kernels,
             "sync_policy": options.sync_policy,
+            **({} if options.device is None else {"device": options.device}),
         },
         kv_policies=options.kv_policy,
         thresholds=options.threshold,
@@ -83,8 +84,8 @@ def main(argv: list[str]) -> int:
     if not options.json:
         print(
             f"{options.directory}: tokens/s {window}, median (lowest..highest) of "
-            f"{settings.repetitions} runs taken in turn; {facts['cpu']}, {facts['threads']} threads, "
-            f"torch {facts['torch']}",
+            f"{settings.repetitions} runs taken in turn; {facts['gpu'] or facts['cpu']}, {facts['threads']} "
+            f"threads, torch {facts['torch']}",
             flush=True,
         )
     results: list[Measured] = []
@@ -196,6 +197,12 @@ def _parser() -> argparse.ArgumentParser:
         default=(EngineConfig.kernels,),
         metavar="NAME,...",
         help=f"(default: {EngineConfig.kernels})",
+    )
+    engine_group.add_argument(
+        "--device",
+        type=_list(str),
+        metavar="NAME,...",
+        help="cpu, cuda, cuda:N or auto; on CUDA `--engine cuda_graphs=false,true` compares both (default: cpu)",
     )
     engine_group.add_argument(
         "--kv-policy",

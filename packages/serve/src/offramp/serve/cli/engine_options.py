@@ -27,6 +27,16 @@ def add_engine_options(parser: argparse.ArgumentParser, *, queue: bool = True) -
         "--kernels", choices=get_args(Kernels), help="what computes the layers (default: auto, the fastest that works)"
     )
     group.add_argument(
+        "--device",
+        metavar="NAME",
+        help="what computes: cpu, cuda, cuda:N, or auto, which is a CUDA device if there is one (default: cpu)",
+    )
+    group.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="on CUDA, decode by captured graphs (default: yes)",
+    )
+    group.add_argument(
         "--sync-policy",
         choices=get_args(SyncPolicy),
         help="tokens of a batch leave: all together; together once a quantile is sure; each on its own "
@@ -70,6 +80,12 @@ def add_engine_options(parser: argparse.ArgumentParser, *, queue: bool = True) -
         type=int,
         metavar="BYTES",
         help="memory for keys and values (default: 1 GiB, or less where --max-num-seqs at full length need less)",
+    )
+    group.add_argument(
+        "--block-size",
+        type=int,
+        metavar="TOKENS",
+        help="tokens per block of the cache (default: 16; FlashAttention on CUDA takes multiples of 256)",
     )
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
     if queue:

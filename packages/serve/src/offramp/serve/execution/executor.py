@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from offramp.serve.config import EngineConfig
+from offramp.serve.devices import on_device
 from offramp.serve.execution.departures import Departure, unembed
 from offramp.serve.execution.exit_test import RequestExits, Scored
 from offramp.serve.execution.iteration import Iteration, Planner
@@ -167,7 +168,7 @@ class Executor:
             if layers is not None:
                 bound[start : len(tokens)] = layers
                 bounds.update(layers)
-        x = self._model.embed(torch.from_numpy(np.array(tokens, dtype=np.int64)))
+        x = self._model.embed(on_device(np.array(tokens, dtype=np.int64), self._model.device))
         return Sweep(x, x, rows, rows.sequences.numpy().astype(np.intp), predicts, bound), bounds
 
     def _climb(self, iteration: Iteration, sweep: Sweep, on_prompt_logits: PromptLogits | None) -> None:

@@ -337,11 +337,16 @@ class IterationExits:
         whole = head is self._model.exits[layer].unembed
         if rule.measure != "entropy" and not (whole and group.takes_logits):
             state, best, values = self._model.test_exit(layer, x, rows, cache, head, rule.measure)
-            return values, Scored(places, state, BestTokens.of(best) if whole or rule.shortlist_only else None)
+            if not (whole or rule.shortlist_only):
+                return values, Scored(places, state)
+            found, values = BestTokens.measured(best, values)
+            return values, Scored(places, state, found)
         state = self._model.exit_state(layer, x, rows, cache)
         logits = head.linear.logits(state)
         values = confidence(rule.measure, logits, state, state)
         if whole:
             return values, Scored(places, state, logits=logits)
-        best = head.named(HeadOutput.of(logits)) if rule.shortlist_only else None
-        return values, Scored(places, state, None if best is None else BestTokens.of(best))
+        if not rule.shortlist_only:
+            return values, Scored(places, state)
+        found, values = BestTokens.measured(head.named(HeadOutput.of(logits)), values)
+        return values, Scored(places, state, found)

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
+
+from offramp.serve.devices import on_device, rows_at
 
 _FEWEST = 64
 """Rows that there is room for at least."""
@@ -33,14 +34,14 @@ class StoredStates:
             stored = self._grown(states)
         slots = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
-        stored.index_copy_(0, _index(slots), states)
+        stored.index_copy_(0, on_device(np.array(slots, dtype=np.int64), stored.device), states)
         return slots
 
     def take(self, slots: Sequence[int]) -> Tensor:
         """Get rows [N, D] back, for good."""
         assert self._states is not None, "nothing was put"
         self._free += slots
-        return self._states.index_select(0, _index(slots))
+        return rows_at(self._states, np.array(slots, dtype=np.int64))
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop rows."""
@@ -56,7 +57,3 @@ class StoredStates:
         self._free += range(known, size)
         self._states = grown
         return grown
-
-
-def _index(slots: Sequence[int]) -> Tensor:
-    return torch.from_numpy(np.array(slots, dtype=np.int64))

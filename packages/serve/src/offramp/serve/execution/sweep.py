@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offramp.serve.devices import on_host, rows_at
 from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.rows import Places, Rows
 
@@ -33,7 +34,14 @@ class BestTokens:
     @classmethod
     def of(cls, head: HeadOutput) -> BestTokens:
         """Of all rows of an output."""
-        return cls(head.token_ids.numpy(force=True), head.best.numpy(force=True))
+        token_ids, logits = on_host(head.token_ids, head.best)
+        return cls(token_ids.numpy(), logits.numpy())
+
+    @classmethod
+    def measured(cls, head: HeadOutput, values: Tensor) -> tuple[BestTokens, Tensor]:
+        """Of all rows, and the confidences [N] that were measured with them, on the host too."""
+        token_ids, logits, values = on_host(head.token_ids, head.best, values)
+        return cls(token_ids.numpy(), logits.numpy()), values
 
     def select(self, places: Places | slice) -> BestTokens:
         """The rows at `places`."""
@@ -58,7 +66,7 @@ class PickedRows:
 
     def gather(self) -> Tensor:
         """[n, ...]."""
-        return self.tensor if self.places is None else self.tensor.index_select(0, torch.from_numpy(self.places))
+        return self.tensor if self.places is None else rows_at(self.tensor, self.places)
 
 
 @dataclass
@@ -151,7 +159,7 @@ class Sweep:
 
     def select(self, states: Tensor, places: Places) -> Tensor:
         """Rows at `places` [n] of states [N, D]; all of them without a copy."""
-        return states if len(places) == len(states) else states.index_select(0, torch.from_numpy(places))
+        return states if len(places) == len(states) else rows_at(states, places)
 
     def select_rows(self, places: Places) -> Rows:
         """Rows at `places` [n], as tensors."""
@@ -159,7 +167,7 @@ class Sweep:
 
     def keep(self, places: Places) -> None:
         """Only these rows go on."""
-        self.x, self.rows = self.x.index_select(0, torch.from_numpy(places)), self.rows.select(places)
+        self.x, self.rows = rows_at(self.x, places), self.rows.select(places)
         self.items, self.predicts, self.bound = self.items[places], self.predicts[places], self.bound[places]
 
     def clear(self) -> None:
@@ -171,7 +179,7 @@ class Sweep:
     def admit(self, arrivals: Arrivals, num_layers: int) -> None:
         """Further rows go on from here."""
         self.rows, order = self.rows.join(arrivals.items, arrivals.positions)
-        self.x = torch.cat((self.x, arrivals.x)).index_select(0, torch.from_numpy(order))
+        self.x = rows_at(torch.cat((self.x, arrivals.x)), order)
         self.items = np.concatenate((self.items, arrivals.items))[order]
         self.predicts = np.concatenate((self.predicts, arrivals.predicts))[order]
         self.bound = np.concatenate((self.bound, np.full(len(arrivals), num_layers)))[order]

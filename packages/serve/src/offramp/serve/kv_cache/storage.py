@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offramp.common.errors import OfframpError
 from offramp.serve import memory
+from offramp.serve.devices import CPU
 
 
 class KVStorage:
@@ -23,6 +24,8 @@ class KVStorage:
     Attributes:
         data: [C, slots, 2 * K * E]; the keys of all heads, then the values. One row is one token, so that a token is
             written and gathered in one piece.
+        block_size: tokens per block.
+        scratch_block: number of one more block, which nobody owns; None if there is none.
     """
 
     def __init__(
@@ -34,6 +37,8 @@ class KVStorage:
         head_dim: int,
         dtype: torch.dtype,
         poison: bool = False,
+        device: torch.device = CPU,
+        with_scratch: bool = False,
     ) -> None:
         """Allocate.
 
@@ -46,13 +51,15 @@ class KVStorage:
             dtype: of keys and values.
             poison: fill with NaN, so that a token which attends to a slot never written shows. Otherwise memory stays
                 untouched, and the operating system provides it only when it is used.
+            device: what holds them.
+            with_scratch: have a scratch block, for what rows write that only fill a batch up.
 
         Raises:
-            OfframpError: the operating system refuses so much.
+            OfframpError: the operating system, or the device, refuses so much.
         """
-        shape = (num_layers, num_blocks * block_size, 2 * num_kv_heads * head_dim)
+        shape = (num_layers, (num_blocks + with_scratch) * block_size, 2 * num_kv_heads * head_dim)
         try:
-            self.data = memory.empty(shape, dtype)
+            self.data = memory.empty(shape, dtype, device)
         except (MemoryError, OSError, OverflowError, RuntimeError) as fault:
             size = num_blocks * self.block_bytes(num_layers, block_size, num_kv_heads, head_dim, dtype)
             raise OfframpError(
@@ -61,6 +68,7 @@ class KVStorage:
         if poison:
             self.data.fill_(torch.nan)
         self.block_size = block_size
+        self.scratch_block = num_blocks if with_scratch else None
 
     @staticmethod
     def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -18,7 +18,7 @@ from offramp.common.model.config import ModelConfig
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model import ops
 from offramp.serve.model.linear import ChosenKernels, PackedLinear
-from offramp.serve.model.rows import Rows
+from offramp.serve.model.rows import PlacedRows, Rows
 from offramp.serve.model.stacking import fill_weights, stacked
 
 
@@ -53,6 +53,10 @@ class TorchLayers:
 
     def run(self, x: Tensor, rows: Rows, cache: KVStorage, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Run layers `start` + 1 .. `stop` of the stack; see `Layers.run`."""
+        return self.run_placed(x, rows.placed, cache, start, stop)
+
+    def run_placed(self, x: Tensor, rows: PlacedRows, cache: KVStorage, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """As `run`, of rows that are on the states' device already."""
         previous = x
         for layer in self._layers[start:stop]:
             x, previous = layer.run(x, rows, cache), x
@@ -60,7 +64,7 @@ class TorchLayers:
 
     def write(self, index: int, x: Tensor, rows: Rows, cache: KVStorage) -> None:
         """Write keys and values of layer `index` + 1 of the stack; see `Layers.write`."""
-        self._layers[index].project(x, rows, cache)
+        self._layers[index].project(x, rows.placed, cache)
 
 
 class _TorchLayer:
@@ -85,13 +89,13 @@ class _TorchLayer:
         self._gate_up = linear(*stacked(mlp.gate_proj, mlp.up_proj))
         self._down = linear(*stacked(mlp.down_proj))
 
-    def run(self, x: Tensor, rows: Rows, cache: KVStorage) -> Tensor:
+    def run(self, x: Tensor, rows: PlacedRows, cache: KVStorage) -> Tensor:
         """States [N, D] -> [N, D]."""
         query = self.project(x, rows, cache)
-        x = x + self._output(ops.attend(query, cache.data[self._cache_layer], rows, self._num_kv_heads))
+        x = x + self._output(rows.attention.attend(query, cache.data[self._cache_layer], self._num_kv_heads))
         return x + self._down(ops.gated_silu(self._gate_up(ops.rms_norm(x, self._mlp_norm, self._eps))))
 
-    def project(self, x: Tensor, rows: Rows, cache: KVStorage) -> Tensor:
+    def project(self, x: Tensor, rows: PlacedRows, cache: KVStorage) -> Tensor:
         """Write keys and values of states [N, D], return queries [N, H, E]."""
         num_rotated = self._num_heads + self._num_kv_heads
         qkv = self._qkv(ops.rms_norm(x, self._input_norm, self._eps)).view(len(x), -1, self._head_dim)
@@ -142,7 +146,7 @@ class TorchFill:
         normed = ops.rms_norm(x, None, self._eps)
         for run in self._runs:
             if run.first >= first:
-                run.write(normed, rows, cache)
+                run.write(normed, rows.placed, cache)
 
 
 class _TorchFillRun:
@@ -166,7 +170,7 @@ class _TorchFillRun:
             self._key_norm = torch.stack([cast(torch.nn.Module, norm).get_parameter("weight") for norm in norms])
             self._key_norm = self._key_norm.detach()[:, None]
 
-    def write(self, normed: Tensor, rows: Rows, cache: KVStorage) -> None:
+    def write(self, normed: Tensor, rows: PlacedRows, cache: KVStorage) -> None:
         """Fill this run's slots of `rows` from states [N, D] that were normed without a weight."""
         shape = (len(normed), self._stop - self.first, 2 * self._num_kv_heads, self._head_dim)
         keys_values = self._kv(normed).view(shape)

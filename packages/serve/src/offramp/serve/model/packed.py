@@ -24,10 +24,14 @@ from offramp.common.model.rope import inverse_frequencies, rotary_tables
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve import memory
 from offramp.serve.config import Kernels, Quantization
+from offramp.serve.devices import CPU
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.exit_transform import ExitTransform, HeadMeasure, cosine
+from offramp.serve.model.flash_attention import can_flash
+from offramp.serve.model.graphs import Capture
 from offramp.serve.model.head_output import HeadOutput
 from offramp.serve.model.layers import ExitBlock, Fill, Layers
+from offramp.serve.model.layers_graphed import GraphedLayers
 from offramp.serve.model.layers_native import NativeFill, NativeLayers
 from offramp.serve.model.layers_torch import TorchFill, TorchLayers
 from offramp.serve.model.linear import ChosenKernels, PackedLinear, choose_kernels
@@ -66,6 +70,7 @@ class PackedModel:
     Attributes:
         config: shape of the model.
         dtype: of weights and states.
+        device: of weights and states.
         kernels: what computes the layers, the exits and their unembeddings.
         layers: the backbone.
         exits: exit layer -> exit, ascending; the final one is the last.
@@ -83,6 +88,8 @@ class PackedModel:
         quantization: Quantization = "none",
         release: bool = False,
         final_shortlist: Sequence[int] | None = None,
+        device: torch.device = CPU,
+        capture: Capture | None = None,
     ) -> None:
         """Pack.
 
@@ -94,6 +101,8 @@ class PackedModel:
             release: give the model's own weights up as they are packed, so that they are not in memory twice; the model
                 can then not be run any more.
             final_shortlist: the only tokens that the final exit predicts; None: all.
+            device: of weights and states; torch computes them anywhere but on the CPU.
+            capture: records the layers for few rows, see `GraphedLayers`; None: nothing is recorded.
 
         Raises:
             OfframpError: if `kernels` is `native` and there are none here.
@@ -102,15 +111,17 @@ class PackedModel:
         model = (
             model if model.embed_tokens.weight.dtype == dtype else _cast(model, dtype, vectors=quantization == "int8")
         )
+        if device.type != "cpu":
+            model = (model if release else copy.deepcopy(model)).to(device)
         self._int8_for = dtype if quantization == "int8" else None
         config = self.config = model.config
-        self.dtype = dtype
-        on_cpu = model.embed_tokens.weight.device.type == "cpu"
-        self.kernels: ChosenKernels = choose_kernels(kernels, dtype) if on_cpu else "plain"
+        self.dtype, self.device = dtype, device
+        self.kernels: ChosenKernels = choose_kernels(kernels, dtype) if device.type == "cpu" else "plain"
+        self._capture = capture
         self.cosine = cosine(self.kernels)
         embedding = model.embed_tokens.weight.detach().to(dtype)
         # A checkpoint's own may be a file mapped into memory, of which each token needs another page.
-        self._embedding = memory.moved(embedding) if on_cpu else embedding
+        self._embedding = memory.moved(embedding) if device.type == "cpu" else embedding
         if release and model.embed_tokens.weight.dtype == dtype:
             model.embed_tokens.weight.data = self._embedding
         self.has_exit_blocks = model.exit_config.head == "block"
@@ -170,7 +181,7 @@ class PackedModel:
         return Unembedding(self._linear(weight[tokens]), tokens, len(weight))
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[N] -> [N, D]."""
+        """[N] on the model's device -> [N, D]."""
         return self._embedding.index_select(0, token_ids)
 
     def row_context(self, max_model_len: int, block_size: int) -> RowContext:
@@ -184,7 +195,9 @@ class PackedModel:
         frequencies = inverse_frequencies(config.rope, config.head_dim, max_model_len)
         cos, sin = rotary_tables(frequencies, torch.arange(max_model_len))
         half = config.head_dim // 2
-        return RowContext(cos[:, :half], sin[:, :half], self.dtype, block_size, config.sliding_window)
+        has_flash = can_flash(self.device, self.dtype, config.head_dim, block_size)
+        window = config.sliding_window
+        return RowContext(cos[:, :half], sin[:, :half], self.dtype, block_size, window, self.device, has_flash)
 
     def run_layers(self, x: Tensor, rows: Rows, cache: KVStorage, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Run layers `start` + 1 .. `stop` of the backbone on states [N, D] that have been through `start` layers.
@@ -229,9 +242,10 @@ class PackedModel:
             return NativeLayers(
                 library.ops, blocks, self.config, cache_layers, int8_for=self._int8_for, release=release
             )
-        return TorchLayers(
+        layers = TorchLayers(
             blocks, self.config, cache_layers, kernels=self.kernels, int8_for=self._int8_for, release=release
         )
+        return layers if self._capture is None else GraphedLayers(layers, self._capture)
 
     def _pack_fill(self, order: Sequence[Block], starts: Sequence[int]) -> Fill:
         """For cache layers that belong to `order`, after exits whose next cache layers are `starts`."""

@@ -1,4 +1,4 @@
-"""The rows of one iteration as tensors: which token each is, and where its keys and values lie.
+"""The rows of one iteration, on the host: which token each is, and where its keys and values lie.
 
 A row attends to the keys 0 .. position of its own sequence (or to its sliding window), whatever other rows there are:
 so rows may leave, join and be regrouped, and nothing but what is stored here has to follow them.
@@ -8,7 +8,7 @@ Legend: N rows, S sequences, E head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offramp.serve.model.attended import Attended
+from offramp.serve.devices import CPU, on_device
+from offramp.serve.model.attended import Attended, Attention
+from offramp.serve.model.flash_attention import FlashRuns
 from offramp.serve.scheduling.scheduler_output import ScheduledRequest
 
 Places = npt.NDArray[np.intp]
@@ -32,25 +34,65 @@ class RowContext:
         dtype: of the model's states.
         block_size: tokens per block of the cache.
         sliding_window: tokens that a token sees, itself included; None is all before it.
+        device: of states and cache.
+        has_flash: whether attention there is FlashAttention over blocks.
     """
 
     def __init__(
-        self, cos: Tensor, sin: Tensor, dtype: torch.dtype, block_size: int, sliding_window: int | None
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        dtype: torch.dtype,
+        block_size: int,
+        sliding_window: int | None,
+        device: torch.device = CPU,
+        has_flash: bool = False,
     ) -> None:
         self.cos, self.sin = cos.contiguous(), sin.contiguous()
         self.dtype = dtype
         self.block_size = block_size
         self.sliding_window = sliding_window
+        self.device, self.has_flash = device, has_flash
 
     @cached_property
     def wide_tables(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for both halves of a head, each [max_model_len, 1, E] in the states' dtype.
+        """Cosines and sines for both halves of a head, each [max_model_len, 1, E] of the states' dtype and device.
 
         The first half of the sines is negated; see `ops.rotate`.
         """
         cos = torch.cat((self.cos, self.cos), dim=-1)
         sin = torch.cat((-self.sin, self.sin), dim=-1)
-        return cos[:, None].to(self.dtype), sin[:, None].to(self.dtype)
+        return cos[:, None].to(self.device, self.dtype), sin[:, None].to(self.device, self.dtype)
+
+
+class PlacedRows:
+    """What torch operations need of N rows, on the device of the states.
+
+    Attributes:
+        slots: [N] int64 cache slots of their own keys and values.
+    """
+
+    def __init__(
+        self, positions: Tensor, slots: Tensor, context: RowContext, attention: Callable[[], Attention]
+    ) -> None:
+        """Take what is there already; `attention` is asked for once, if at all."""
+        self.slots = slots
+        self._positions, self._context, self._attention = positions, context, attention
+
+    @cached_property
+    def cos(self) -> Tensor:
+        """[N, 1, E] rotary cosines."""
+        return self._context.wide_tables[0][self._positions]
+
+    @cached_property
+    def sin(self) -> Tensor:
+        """[N, 1, E] signed rotary sines."""
+        return self._context.wide_tables[1][self._positions]
+
+    @cached_property
+    def attention(self) -> Attention:
+        """What each row sees."""
+        return self._attention()
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,22 +117,20 @@ class Rows:
         return self.positions.shape[0]
 
     @cached_property
-    def cos(self) -> Tensor:
-        """[N, 1, E] rotary cosines, for the torch operations."""
-        return self.context.wide_tables[0][self.positions]
+    def placed(self) -> PlacedRows:
+        """These rows for torch operations."""
+        positions, slots, device = self.positions, self.slots, self.context.device
+        if device.type != "cpu":
+            both = on_device(np.stack((positions.numpy(), slots.numpy())), device)
+            positions, slots = both[0], both[1]
+        return PlacedRows(positions, slots, self.context, self._attention)
 
-    @cached_property
-    def sin(self) -> Tensor:
-        """[N, 1, E] signed rotary sines, for the torch operations."""
-        return self.context.wide_tables[1][self.positions]
-
-    @cached_property
-    def attended(self) -> Attended:
-        """The keys that each row sees, for the torch operations."""
+    def _attention(self) -> Attention:
         context = self.context
-        return Attended.of(
-            self.positions, self.sequences, self.block_tables, context.block_size, context.sliding_window, context.dtype
-        )
+        where = (self.positions, self.sequences, self.block_tables, context.block_size, context.sliding_window)
+        if context.has_flash:
+            return FlashRuns.of(*where, context.device)
+        return Attended.of(*where, context.dtype, context.device)
 
     def select(self, places: Places | slice) -> Rows:
         """The rows at `places` [n], which keeps those of one sequence neighbours in order of position."""

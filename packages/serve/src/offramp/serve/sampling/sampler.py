@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offramp.serve.devices import rows_at
 from offramp.serve.request.iteration_result import TokenLogprobs
 from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.request.request import Request
@@ -293,7 +294,7 @@ def _narrowed(p: Tensor, params: Sequence[SamplingParams]) -> list[tuple[npt.NDA
     rows: list[tuple[npt.NDArray[np.int64], Floats]] = []
     for one, values, is_in in zip(params, p, (p >= bounds).cpu().numpy(), strict=True):
         places = np.flatnonzero(is_in)
-        weights = mass(values[torch.from_numpy(places).to(p.device)]).double().cpu().numpy()
+        weights = mass(rows_at(values, places)).double().cpu().numpy()
         if one.top_p < 1:
             kept = _nucleus(weights, one.top_p)
             places, weights = places[kept], weights[kept]
