@@ -150,6 +150,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         objective: weights of the exits; set it before the first step.
         autocast_dtype: None computes in the parameters' dtype.
         loss_scale: of fp16, or None.
+        overflowed: whether the last step was skipped because the scale was too high.
         grad_norm: of the last step, before clipping; infinite if the step was skipped.
         backward_rows: [S] rows of the last step, on this replica, that gave each stage's parameters a gradient.
     """
@@ -163,6 +164,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         self.objective: Objective | None = None
         self.autocast_dtype: torch.dtype | None = None
         self.loss_scale: LossScale | None = None
+        self.overflowed = False
         self.grad_norm = 0.0
         self.backward_rows: tuple[int, ...] = ()
         self.links = Links(self.grid)
@@ -357,13 +359,14 @@ class EarlyExitPipelineEngine(PipelineEngine):
 
     def _unscale(self) -> bool:
         """Whether there is a step to make; see `LossScale`."""
+        self.overflowed = False
         if self.loss_scale is None:
             return True
         gradients = (parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)
         if self.loss_scale.unscale(gradients, self.device):
             return True
         self.module.zero_grad()
-        self.grad_norm = float("inf")
+        self.grad_norm, self.overflowed = math.inf, True
         self.skipped_steps += 1
         return False
 

@@ -318,7 +318,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             module.log_dict(own, on_step=True, on_epoch=False, batch_size=1)
         positions = micro.tokens.input_ids.numel() if engine.is_first_stage() else 0
         module.log_training(sums, positions, engine.grad_norm)
-        module.watch_step(engine.grad_norm)  # the engine has left the step out already, if there was reason to
+        if not engine.overflowed:  # which a loss scale that is too high explains
+            module.watch_step(engine.grad_norm)  # the engine has left the step out already, if there was reason to
         return torch.zeros((), device=self.root_device)
 
     @override
