@@ -195,7 +195,7 @@ def test_fp16_trains_about_as_fp32_does_and_goes_on_with_its_scale(two: dict[str
     assert scales[0] == 2.0**16
     assert [again[step, "train/loss_scale"] for step in range(3, 6)] == scales[3:]
     # Each skipped step halves the scale.
-    assert scales[5] == 2.0 ** (16 - metrics[4, "train/skipped_steps"])
+    assert scales[5] == 2.0 ** (16 - metrics[4, "train/overflows"])
 
 
 @pytest.mark.slow

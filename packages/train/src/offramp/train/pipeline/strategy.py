@@ -314,7 +314,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             rows = {f"train/rows_stage_{s:02d}": float(count) for s, count in enumerate(engine.backward_rows)}
             module.log_dict(rows, on_step=True, on_epoch=False, batch_size=1)
         if scale is not None:
-            own = {"train/loss_scale": scale, "train/skipped_steps": float(engine.skipped_steps)}
+            own = {"train/loss_scale": scale, "train/overflows": float(engine.skipped_steps)}
             module.log_dict(own, on_step=True, on_epoch=False, batch_size=1)
         positions = micro.tokens.input_ids.numel() if engine.is_first_stage() else 0
         module.log_training(sums, positions, engine.grad_norm)
