@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -34,8 +34,19 @@ def test_the_order_is_deepspeeds(stages: int, micro_batches: int) -> None:
         assert tuple(theirs) == ours.operations[stage]
 
 
-def recorded(case: Case) -> list[tuple[str, int, float, float]]:
-    """In each process: kind, micro-batch, seconds without waiting, and end of all this stage runs in one step."""
+class Span(NamedTuple):
+    """What a stage ran: seconds without waiting, and when it got its message, sent its own, and ended."""
+
+    kind: str
+    micro_batch: int
+    seconds: float
+    got: float
+    sent: float
+    end: float
+
+
+def recorded(case: Case) -> list[Span]:
+    """In each process: all this stage runs in one step."""
     from offramp.train.pipeline.engine import StageModule, make_engine
 
     # isort: split
@@ -58,24 +69,29 @@ def recorded(case: Case) -> list[tuple[str, int, float, float]]:
     }
     engine = make_engine(module, config, torch.optim.SGD(module.parameters(), lr=0.0))
     engine.objective = Objective(case.weights)
-    spans: list[tuple[str, int, float, float]] = []
+    spans: list[Span] = []
 
     def timed(kind: str, run: Callable[..., None]) -> Callable[..., None]:
         def operation(micro_batch: int, exchange: Any) -> None:
-            receive, waited = exchange.receive, [0.0]
+            receive, send, waited, at = exchange.receive, exchange.send, [0.0], {"got": 0.0, "sent": 0.0}
 
             def timed_receive(operation: Operation) -> Any:
                 start = time.perf_counter()
                 message = receive(operation)
-                waited[0] += time.perf_counter() - start
+                at["got"] = time.perf_counter()
+                waited[0] += at["got"] - start
                 return message
 
-            exchange.receive = timed_receive
+            def timed_send(operation: Operation, message: Any) -> None:
+                at["sent"] = time.perf_counter()
+                send(operation, message)
+
+            exchange.receive, exchange.send = timed_receive, timed_send
             start = time.perf_counter()
             run(micro_batch, exchange)
             end = time.perf_counter()
-            exchange.receive = receive
-            spans.append((kind, micro_batch, end - start - waited[0], end))
+            exchange.receive, exchange.send = receive, send
+            spans.append(Span(kind, micro_batch, end - start - waited[0], at["got"], at["sent"], end))
 
         return operation
 
@@ -97,18 +113,18 @@ def test_real_stages_run_what_is_simulated() -> None:
     simulated = one_f_one_b(2, 6)
     times = []
     for spans, operations in zip(stages, simulated.operations, strict=True):
-        assert [Operation(kind, micro) for kind, micro, _, _ in spans] == list(operations)
-        times.append({(kind, micro): end for kind, micro, _, end in spans})
+        assert [(span.kind, span.micro_batch) for span in spans] == list(operations)
+        times.append({(span.kind, span.micro_batch): span for span in spans})
     for micro in range(6):  # one clock for all processes of a machine
-        assert times[0]["forward", micro] <= times[1]["forward", micro]
-        assert times[1]["backward", micro] <= times[0]["backward", micro]
+        assert times[0]["forward", micro].sent <= times[1]["forward", micro].got
+        assert times[1]["backward", micro].sent <= times[0]["backward", micro].got
 
-    def mean(spans: list[tuple[str, int, float, float]], wanted: str) -> float:
-        lengths = [seconds for kind, _, seconds, _ in spans if kind == wanted]
+    def mean(spans: list[Span], wanted: str) -> float:
+        lengths = [span.seconds for span in spans if span.kind == wanted]
         return sum(lengths) / len(lengths)
 
     works = [StageWork(mean(spans, "forward"), mean(spans, "backward")) for spans in stages]
-    first = min(end - seconds for spans in stages for _, _, seconds, end in spans)
-    measured = max(end for spans in stages for _, _, _, end in spans) - first
+    first = min(span.end - span.seconds for spans in stages for span in spans)
+    measured = max(span.end for spans in stages for span in spans) - first
     # Messages and the waits of a busy machine only make it longer.
     assert measured > 0.7 * simulate(simulated, works).seconds
