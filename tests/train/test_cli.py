@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -82,7 +83,9 @@ def test_fit_trains_logs_and_saves_what_it_ran(here: Path) -> None:
     assert saved["trainer"]["max_steps"] == 3
     assert saved["model"]["init_args"]["note"] == "007"
     artifacts = [item.path for item in store().list_artifacts(logged.info.run_id)]
-    assert artifacts == ["config.yaml"]
+    assert artifacts == ["config.yaml", "environment.json"]
+    environment = json.loads((folder / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
     # The saved configuration is a recipe of the same run.
     again = build(parse_command_line(["-c", str(folder / "config.yaml")]))
     assert again.resolved() == saved

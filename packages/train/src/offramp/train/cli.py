@@ -112,8 +112,9 @@ def run(stage: Stage, argv: Sequence[str]) -> int:
             check_checkpoint(checkpoint, cli.trainer)
         loggers = [logger for logger in cli.trainer.loggers if isinstance(logger, OfframpMLFlowLogger)]
         for logger in loggers:
-            if stage == "fit":
-                logger.remember_in(Path(cli.trainer.default_root_dir), resume=checkpoint is not None)
+            is_fit = stage == "fit"
+            resume = is_fit and checkpoint is not None
+            logger.keep_in(Path(cli.trainer.default_root_dir), resume=resume, note=is_fit)
         try:
             _run_trainer(stage, cli, checkpoint)
         except BaseException as fault:

@@ -29,6 +29,11 @@ export = Command(
     main="offramp.train.export:main",
     step=30,
 )
+sync = Command(
+    summary="Tell MLflow what a run could not tell it while the store was away",
+    main="offramp.train.tracking.sync:main",
+    step=24,
+)
 register = Command(
     summary="Put a checkpoint directory into the MLflow model registry under an alias",
     main="offramp.train.tracking.register:main",

@@ -181,7 +181,7 @@ class ExitSums:
         }
         nobody = counts.new_empty(0)
         total = sum(
-            float(objective.loss(layer, ExitTerm(*self.values[:3, index], nobody), counts))
+            float(objective.loss(layer, ExitTerm(*self.values[:3, index].unbind(), nobody), counts))
             for index, layer in enumerate(self.layers)
         )
         return {

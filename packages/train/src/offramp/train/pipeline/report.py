@@ -6,11 +6,23 @@ Legend: S stages, M micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from offramp.train.pipeline.estimate import Estimator, Variant
 
 GIB = 2.0**30
+
+
+class StageReport(NamedTuple):
+    """What the stages of a run are.
+
+    Attributes:
+        text: in words and a table.
+        stages: [S] see `stage_records`.
+    """
+
+    text: str
+    stages: list[dict[str, Any]]
 
 
 def stage_table(estimator: Estimator) -> str:

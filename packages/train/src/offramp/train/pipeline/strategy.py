@@ -44,7 +44,7 @@ from offramp.train.pipeline.filling import FillSettings, arrange
 from offramp.train.pipeline.loss_scale import LossScale
 from offramp.train.pipeline.quiet_deepspeed import use_device
 from offramp.train.pipeline.registration import NAME, register_strategy
-from offramp.train.pipeline.report import stage_table
+from offramp.train.pipeline.report import StageReport, stage_records, stage_table
 from offramp.train.pipeline.schedule import Schedule
 from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages
 from offramp.train.pipeline.times import estimated, matrix_speed
@@ -129,6 +129,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         self.fill_settings = FillSettings.from_value(fill_bubbles)
         self.schedule: Schedule | None = None  # with partial micro-batches
         self.timeout_minutes = timeout_minutes
+        self.stage_report: StageReport | None = None  # on rank 0, when the stages are made
         self._engine: EarlyExitPipelineEngine | None = None
 
     # ---- processes
@@ -183,22 +184,24 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             config, exits, self.pipe, self.stage_bounds, self.labelled_share, self.exit_placement, model.depth
         )
         if self.is_global_zero:
-            rank_zero_info(self._describe(plan, model))
+            self.stage_report = self._describe(plan, model)
+            rank_zero_info(self.stage_report.text)
         self.schedule = self._filled(plan, model)
         return StageModule(model, plan, self.checkpoint_activations)
 
-    def _describe(self, plan: StagePlan, model: MultiExitTransformer) -> str:
-        """The stage plan as a table; without data that says how large a batch is, for one row of 512 tokens."""
+    def _describe(self, plan: StagePlan, model: MultiExitTransformer) -> StageReport:
+        """The stage plan; without data that says how large a batch is, for one row of 512 tokens."""
         data = getattr(self.module.trainer, "datamodule", None)
         rows = math.ceil(getattr(data, "batch_size", self.micro_batches) / self.micro_batches)
         time = getattr(data, "sequence_length", 512)
         mixed = PRECISIONS[str(self.precision_plugin.precision)] is not None
         speed = matrix_speed(self.root_device, mixed)
         estimator = self._estimator(plan, model, MicroBatchShape(rows, time, self.labelled_share, mixed), speed)
-        return (
+        text = (
             f"stage plan for {self.micro_batches} micro-batches of {rows} x {time} tokens, estimated at "
             f"{speed / 1e12:.3g} TFLOP/s:\n{stage_table(estimator)}"
         )
+        return StageReport(text, stage_records(estimator))
 
     def _estimator(
         self, plan: StagePlan, model: MultiExitTransformer, shape: MicroBatchShape, speed: float

@@ -1,44 +1,51 @@
-"""The MLflow logger: one run per fit, whose status is the truth and whose parameters survive a resume."""
+"""The MLflow logger: one run per fit, which never waits for the store, and whose status is the truth.
+
+What is logged goes into a journal beside the run (`offramp.train.tracking.journal`); a thread passes it on.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sys
+import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from mlflow import MlflowClient
-from mlflow.entities import Param, RunTag
-from mlflow.exceptions import MlflowException
+from mlflow.tracking.context.registry import resolve_tags
 from typing_extensions import override
 
+from offramp.common.errors import OfframpError
+from offramp.train.tracking.journal import DIRECTORY, Journal, is_sent, journals
 from offramp.train.tracking.secrets import mask
+from offramp.train.tracking.sender import Sender
+from offramp.train.tracking.store import REQUEST_TIMEOUT_S, default_tracking_uri, in_words
+from offramp.train.tracking.system_metrics import PREFIX as SYSTEM
+from offramp.train.tracking.system_metrics import SystemMetrics
 
-DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 RUN_FILE = "mlflow_run.json"
+END_WAIT_S = 10.0
+"""How long the end of a run waits for a store that is slow."""
 
 _MAX_VALUE_LENGTH = 500  # what every MLflow server since 1.28 accepts
-_BATCH_SIZE = 100  # parameters or tags per request that MLflow's REST API accepts
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def default_tracking_uri() -> str:
-    """`MLFLOW_TRACKING_URI`, or a SQLite file in the working directory."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_TRACKING_URI
+class OfframpMLFlowLogger(Logger):
+    """Logs to MLflow, and goes on whatever becomes of the store.
 
-
-class OfframpMLFlowLogger(MLFlowLogger):
-    """Lightning's MLflow logger, with these differences.
-
-    - The store is `MLFLOW_TRACKING_URI`, or `mlflow.db` (SQLite) in the working directory.
+    - The store is `MLFLOW_TRACKING_URI`, or `mlflow.db` (SQLite) in the working directory. While it is away or slow,
+      what is logged waits in the run directory and is sent in order when it is back; at the end of the run it gets ten
+      more seconds. `offramp sync` sends what is left.
     - A run ends as FINISHED, FAILED, or KILLED when SIGTERM or Ctrl-C ended it; the first verdict stands.
+    - A resumed run goes on where its metrics end: steps that were logged before are not logged again.
     - A parameter that has another value when a run is resumed goes to a tag `resume.N.<name>`; MLflow would refuse it.
     - Values that are too long are cut with a mark (the whole configuration is an artifact), memory addresses are left
       out, and secrets are masked.
@@ -50,6 +57,7 @@ class OfframpMLFlowLogger(MLFlowLogger):
         tags: of the run.
         artifact_location: where the artifacts of a new experiment go.
         run_id: continue this run.
+        system_metrics: log the use of processors, memory, disk, network and GPUs of the first machine as well.
     """
 
     def __init__(
@@ -60,123 +68,216 @@ class OfframpMLFlowLogger(MLFlowLogger):
         tags: dict[str, str] | None = None,
         artifact_location: str | None = None,
         run_id: str | None = None,
+        system_metrics: bool = True,
     ) -> None:
-        super().__init__(
-            experiment_name=experiment_name,
-            run_name=run_name,
-            # The parent opens the store at once, which creates a SQLite database: on every rank, at the same time, and
-            # even if the recipe is then refused. A REST store is opened only when it is used, and this one never is.
-            tracking_uri="http://unused.invalid",
-            tags=dict(tags or {}),
-            artifact_location=artifact_location,
-            run_id=run_id,
-        )
-        self._tracking_uri = tracking_uri or default_tracking_uri()
-        self._client: MlflowClient | None = None
-        self._resumed = run_id is not None
-        self._resume_number: int | None = None
+        super().__init__()
+        self.tracking_uri = tracking_uri or default_tracking_uri()
+        self.tags = dict(tags or {})
+        self._experiment_name, self._run_name, self._artifact_location = experiment_name, run_name, artifact_location
+        self._run_id, self._wants_system_metrics = run_id, system_metrics
+        self._directory: Path | None = None
+        self._notes = False
+        self._continued: str | None = None
+        self._journal: Journal | None = None
+        self._sender: Sender | None = None
+        self._system_metrics: SystemMetrics | None = None
+        self._logged: dict[str, int] = {}
         self._verdict: str | None = None
-        self._run_file: Path | None = None
+        self._is_broken = False
 
-    @property
-    def tracking_uri(self) -> str:
-        """The store."""
-        return str(self._tracking_uri)
-
-    @property
-    def _mlflow_client(self) -> MlflowClient:
-        if self._client is None:
-            self._client = MlflowClient(self.tracking_uri)
-        return self._client
-
-    @_mlflow_client.setter
-    def _mlflow_client(self, client: MlflowClient) -> None:
-        """Leaves the parent's client unused, see above."""
+    # ---- the run
 
     @rank_zero_only
-    def remember_in(self, directory: Path, *, resume: bool) -> None:
-        """Notes the run in a run directory when it is created, or continues the run noted there.
+    def keep_in(self, directory: Path, *, resume: bool = False, note: bool = False) -> None:
+        """Keeps the journal in a run directory rather than in a temporary one.
 
         Args:
             directory: the run directory.
-            resume: continue the noted run. A run that is no longer in the store is said, and a new one made.
+            resume: continue the run noted there. A run in another store is said, and a new one made.
+            note: note the run there.
         """
-        self._run_file = directory / RUN_FILE
-        if not resume or self._run_id is not None or not self._run_file.is_file():
-            return
-        noted = json.loads(self._run_file.read_text(encoding="utf-8"))
-        try:
-            if noted["tracking_uri"] != mask(self.tracking_uri):
-                raise MlflowException(f"the store was {noted['tracking_uri']}")
-            self._mlflow_client.get_run(noted["run_id"])
-        except MlflowException as fault:
-            rank_zero_warn(f"run {noted['run_id']} is not continued, a new one is made: {fault}")
-            return
-        self._run_id, self._resumed = noted["run_id"], True
+        self._directory, self._notes = directory, note
+        file = directory / RUN_FILE
+        if resume and self._run_id is None and file.is_file():
+            noted = json.loads(file.read_text(encoding="utf-8"))
+            if noted["tracking_uri"] == mask(self.tracking_uri):
+                self._run_id, self._continued = noted["run_id"], noted.get("journal")
+            else:
+                rank_zero_warn(
+                    f"run {noted['run_id']} is not continued, since it is in the store {noted['tracking_uri']}; a new "
+                    f"one is made in {mask(self.tracking_uri)}"
+                )
+        waiting = [path for path in journals(directory) if not is_sent(path) and path.name != self._continued]
+        if waiting:
+            rank_zero_warn(
+                f"{directory} holds what {len(waiting)} earlier runs could not send to MLflow; send it with: "
+                f"offramp sync {directory}"
+            )
 
     @property
     @override
-    def experiment(self) -> Any:
-        """The MLflow client; the run exists, and is running, from the first use on (on rank 0)."""
-        fresh = not self._initialized
-        client = super().experiment
-        if fresh and self._initialized:
-            if self._resumed:
-                client.update_run(self._run_id, status="RUNNING")
-            self._note()
-        return client
+    def name(self) -> str:
+        """The experiment."""
+        return self._experiment_name
+
+    @property
+    @override
+    def version(self) -> str | None:
+        """The run, see `run_id`."""
+        return self.run_id
+
+    @property
+    def run_id(self) -> str | None:
+        """The run, None until the store has made it; nobody waits for that. `wait` does."""
+        return self._run_id if self._journal is None else self._journal.run_id
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> MlflowClient:
+        """The MLflow client, for what this logger does not do. Waits for the run, unlike everything else here.
+
+        Raises:
+            OfframpError: the store does not answer.
+        """
+        sender = self._open()
+        if not sender.wait(REQUEST_TIMEOUT_S, lambda: self.run_id is not None):
+            detail = "it is too slow" if sender.fault is None else in_words(sender.fault)
+            raise OfframpError(f"the MLflow store at {mask(self.tracking_uri)} does not answer: {detail}")
+        return MlflowClient(self.tracking_uri)
+
+    def wait(self, timeout_s: float = END_WAIT_S) -> bool:
+        """Waits until the store was told everything, but no longer than this; returns whether it was."""
+        return self._sender is None or self._sender.wait(timeout_s)
+
+    # ---- what is logged
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Logs metrics, but for those of steps that the run logged before it was resumed."""
+        number, values = step or 0, {}
+        for name, value in metrics.items():
+            key = re.sub(r"[^\w/. -]+", "", name)
+            if number > self._logged_before().get(key, -1):
+                values[key] = float(value)
+        if values:
+            self._write(lambda journal: journal.append_metrics(values, number))
 
     @override
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         """Logs parameters, flattened with `/`; changed ones of a resumed run become tags."""
-        values = vars(params) if isinstance(params, Namespace) else params
-        client = self.experiment
-        texts = dict(flatten(mask(values)))
-        known: Mapping[str, str] = client.get_run(self._run_id).data.params
-        new = [Param(key, text) for key, text in texts.items() if key not in known]
-        changed = {key: text for key, text in texts.items() if key in known and known[key] != text}
-        for start in range(0, len(new), _BATCH_SIZE):
-            client.log_batch(self._run_id, params=new[start : start + _BATCH_SIZE])
-        if changed:
-            prefix = f"resume.{self._number_of_resume()}."
-            tags = [RunTag(prefix + key, text) for key, text in changed.items()]
-            for start in range(0, len(tags), _BATCH_SIZE):
-                client.log_batch(self._run_id, tags=tags[start : start + _BATCH_SIZE])
-            rank_zero_warn(f"parameters changed since the run began, logged as tags {prefix}*: {', '.join(changed)}")
+        texts = dict(flatten(mask(vars(params) if isinstance(params, Namespace) else params)))
+        self._write(lambda journal: journal.append({"params": texts}))
 
     @rank_zero_only
     def log_text(self, text: str, artifact: str) -> None:
         """Logs a text as an artifact."""
-        self.experiment.log_text(self._run_id, text, artifact)
+        self._write(lambda journal: journal.append({"text": text, "artifact": artifact}))
+
+    @rank_zero_only
+    def log_file(self, name: str, folder: str = "") -> None:
+        """Logs a file of the run directory as an artifact, as it is when it is sent.
+
+        Args:
+            name: of the file within the run directory.
+            folder: of the artifact.
+        """
+        self._write(lambda journal: journal.append({"file": name, "folder": folder}))
+
+    def history(self, prefix: str) -> dict[str, list[tuple[int, float]]]:
+        """(step, value) of metrics whose names begin with `prefix`, also of what was logged before a resume."""
+        self._open()
+        assert self._journal is not None
+        return self._journal.history(prefix)
 
     @override
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Ends the run; what was said first stands.
+        """Ends the run; what was said first stands. Waits for the store, but not long.
 
         Args:
             status: Lightning's word. "failed" means KILLED while the exception being handled is an interruption.
         """
-        if not self._initialized or self._verdict is not None:
+        if self._journal is None or self._sender is None:
             return
-        self._verdict = "FINISHED" if status in ("success", "finished") else "FAILED"
-        if self._verdict == "FAILED" and _is_interruption(sys.exc_info()[1]):
-            self._verdict = "KILLED"
-        self._mlflow_client.set_terminated(self._run_id, self._verdict)
+        if self._system_metrics is not None:
+            self._system_metrics.stop()
+        if self._verdict is None:
+            self._verdict = "FINISHED" if status in ("success", "finished") else "FAILED"
+            if self._verdict == "FAILED" and _is_interruption(sys.exc_info()[1]):
+                self._verdict = "KILLED"
+            self._write(lambda journal: journal.append_status(str(self._verdict)))
+        journal = self._journal
+        if not self._sender.close(END_WAIT_S):
+            rank_zero_warn(
+                f"the MLflow store at {mask(self.tracking_uri)} was not told everything; the rest waits in "
+                f"{journal.path}, send it with: offramp sync {journal.path.parent.parent}"
+            )
+        journal.close()
+        # Whatever is logged later, for example by a validation after the fit, opens it again.
+        self._directory, self._continued, self._run_id = journal.path.parent.parent, journal.path.name, journal.run_id
+        self._journal = self._sender = None
+
+    # ---- the journal
+
+    def _open(self) -> Sender:
+        if self._journal is None:
+            self._journal = self._journal_of_run()
+            if self._wants_system_metrics and self._system_metrics is None:
+                samples = [step for name, step in self._logged.items() if name.startswith(SYSTEM)]
+                self._system_metrics = SystemMetrics(self.log_metrics, max(samples, default=-1) + 1)
+                self._system_metrics.start()
+        if self._sender is None:
+            self._sender = Sender(self._journal, self.tracking_uri, self._note)
+            self._sender.start()
+            self._note()
+        return self._sender
+
+    def _journal_of_run(self) -> Journal:
+        directory = self._directory or Path(tempfile.mkdtemp(prefix="offramp-"))
+        path = None if self._continued is None else directory / DIRECTORY / self._continued
+        if path is not None and path.is_file():
+            journal = Journal(path)
+            if self._verdict is None:
+                self._logged = journal.last_steps()
+        else:
+            described = {
+                "experiment": self._experiment_name,
+                "name": self._run_name,
+                "tags": resolve_tags(self.tags),
+                "artifact_location": self._artifact_location,
+                "time": int(time.time() * 1000),
+            }
+            journal = Journal.create(directory, described)
+            journal.run_id = self._run_id
+        if self._run_id is not None and self._verdict is None:
+            journal.append_status("RUNNING")
+        return journal
+
+    def _logged_before(self) -> dict[str, int]:
+        if self._journal is None:
+            self._open()
+        return self._logged
+
+    def _write(self, write: Any) -> None:
+        sender = self._open()
+        assert self._journal is not None
+        try:
+            write(self._journal)
+        except OSError as fault:
+            if not self._is_broken:
+                self._is_broken = True
+                rank_zero_warn(f"cannot write {self._journal.path}, so metrics are lost: {fault}")
+        sender.wake()
 
     def _note(self) -> None:
-        if self._run_file is not None:
-            self._run_file.parent.mkdir(parents=True, exist_ok=True)
-            note = {"tracking_uri": mask(self.tracking_uri), "run_id": self._run_id}
-            self._run_file.write_text(json.dumps(note) + "\n", encoding="utf-8")
-
-    def _number_of_resume(self) -> int:
-        if self._resume_number is None:
-            tags = self.experiment.get_run(self._run_id).data.tags
-            numbers = [int(match[1]) for tag in tags if (match := re.match(r"resume\.(\d+)\.", tag))]
-            self._resume_number = max(numbers, default=0) + 1
-        return self._resume_number
+        if not self._notes or self._directory is None or self._journal is None:
+            return
+        note = {"tracking_uri": mask(self.tracking_uri), "run_id": self.run_id, "journal": self._journal.path.name}
+        scratch = self._directory / f".{RUN_FILE}"
+        scratch.write_text(json.dumps(note) + "\n", encoding="utf-8")
+        scratch.replace(self._directory / RUN_FILE)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

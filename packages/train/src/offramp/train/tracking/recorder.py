@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from pathlib import Path
@@ -12,14 +13,15 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from offramp.train.recipe import plain_yaml
+from offramp.train.tracking.environment import describe_environment
 from offramp.train.tracking.logger import OfframpMLFlowLogger
 from offramp.train.tracking.secrets import mask
 
-CONFIG_FILE = "config.yaml"
+CONFIG_FILE, ENVIRONMENT_FILE, STAGE_PLAN = "config.yaml", "environment.json", "stage_plan"
 
 
 class RunRecorder(pl.Callback):
-    """Writes the resolved configuration beside the checkpoints and into the MLflow run.
+    """Writes what is run beside the checkpoints and into the MLflow run: configuration, environment, stage plan.
 
     Args:
         config: plain containers. Secrets are masked in what is written.
@@ -41,6 +43,23 @@ class RunRecorder(pl.Callback):
             (directory / name).write_text(text, encoding="utf-8")
             for logger in loggers:
                 logger.log_hyperparams(self.config)
+                logger.log_text(text, name)
+            if word == "fit":
+                self._record(trainer, ENVIRONMENT_FILE, json.dumps(describe_environment(), indent=2) + "\n")
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes the stage plan of a pipeline, which is known by now."""
+        report = getattr(trainer.strategy, "stage_report", None)
+        if trainer.is_global_zero and report is not None:
+            self._record(trainer, f"{STAGE_PLAN}.txt", report.text + "\n")
+            self._record(trainer, f"{STAGE_PLAN}.json", json.dumps(report.stages, indent=2) + "\n")
+
+    @staticmethod
+    def _record(trainer: pl.Trainer, name: str, text: str) -> None:
+        (Path(trainer.default_root_dir) / name).write_text(text, encoding="utf-8")
+        for logger in trainer.loggers:
+            if isinstance(logger, OfframpMLFlowLogger):
                 logger.log_text(text, name)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,15 +26,15 @@ from offramp.common.checkpoint import load_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.tokenizer import load_tokenizer
 from offramp.train.tracking.digest import directory_sha256
-from offramp.train.tracking.logger import default_tracking_uri
 from offramp.train.tracking.pyfunc_model import DEFAULT_MAX_NEW_TOKENS
 from offramp.train.tracking.secrets import mask
 from offramp.train.tracking.sources import ARTIFACT, HASH_TAG, resolve
+from offramp.train.tracking.store import brief_requests, default_tracking_uri, in_words, is_refusal
 
 RUN_TAG = "offramp.run_id"
 EXITS_TAG = "offramp.exit_layers"
-CONNECT_TIMEOUT_S = 10
-"""How long the store may take to give its first answer; it is asked twice."""
+UPLOAD_TIMEOUT_S = 120
+"""How long the store may take to keep a file; it is asked three times."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def register(
     digest = directory_sha256(directory)
     trained_by = checkpoint.provenance.get("run_id")
     try:
-        with _tracking(store):
+        with _tracking(store), brief_requests(UPLOAD_TIMEOUT_S, retries=2):
             mlflow.set_experiment(experiment_name)
             tags = {RUN_TAG: str(trained_by), "mlflow.parentRunId": str(trained_by)} if trained_by else {}
             with mlflow.start_run(run_name=f"register {name}", tags=tags):
@@ -110,8 +109,8 @@ def register(
             if alias is not None:
                 client.set_registered_model_alias(name, alias, version.version)
     except MlflowException as fault:
-        detail = mask(str(fault).partition("\n")[0])
-        raise OfframpError(f"the MLflow store at {mask(store)} refuses {name!r}: {detail}") from fault
+        verb = "refuses" if is_refusal(fault) else "does not answer, and cannot take"
+        raise OfframpError(f"the MLflow store at {mask(store)} {verb} {name!r}: {in_words(fault)}") from fault
     return Registered(name, str(version.version), alias, digest, trained_by, uri)
 
 
@@ -128,21 +127,12 @@ def _check_names(name: str, alias: str | None) -> None:
 
 
 def _check_store(store: str, experiment_name: str) -> None:
-    """Ask the store anything: left alone, MLflow tries a server that is gone for many minutes, after the long work."""
-    short = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": str(CONNECT_TIMEOUT_S)}
-    before = {name: os.environ.get(name) for name in short}
-    os.environ.update(short)
+    """Ask the store anything before the long work."""
     try:
-        mlflow.MlflowClient(store).get_experiment_by_name(experiment_name)
+        with brief_requests():
+            mlflow.MlflowClient(store).get_experiment_by_name(experiment_name)
     except MlflowException as fault:
-        detail = mask(str(fault).partition("\n")[0])
-        raise OfframpError(f"the MLflow store at {mask(store)} does not answer: {detail}") from fault
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        raise OfframpError(f"the MLflow store at {mask(store)} does not answer: {in_words(fault)}") from fault
 
 
 def _log_model(directory: Path) -> Any:

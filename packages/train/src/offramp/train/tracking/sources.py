@@ -12,8 +12,8 @@ import yaml
 
 from offramp.common.errors import OfframpError
 from offramp.train.tracking.digest import directory_sha256
-from offramp.train.tracking.logger import default_tracking_uri
 from offramp.train.tracking.secrets import mask
+from offramp.train.tracking.store import brief_requests, default_tracking_uri, in_words
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ARTIFACT = "checkpoint"
 """Key of the checkpoint directory among the artifacts of a registered model."""
 HASH_TAG = "offramp.sha256"
+DOWNLOAD_TIMEOUT_S = 120
+"""How long the store may be silent while it sends a file; it is asked three times."""
 
 _URI = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
 
@@ -47,10 +49,10 @@ def resolve(uri: str, cache: Path, tracking_uri: str | None = None) -> Path:
     store = tracking_uri or default_tracking_uri()
     client = MlflowClient(store)
     try:
-        version = _find(client, uri)
+        with brief_requests():
+            version = _find(client, uri)
     except MlflowException as fault:
-        detail = mask(str(fault).partition("\n")[0])
-        raise OfframpError(f"cannot find {uri} in the model registry at {mask(store)}: {detail}") from fault
+        raise OfframpError(f"cannot find {uri} in the model registry at {mask(store)}: {in_words(fault)}") from fault
     expected = version.tags.get(HASH_TAG)
     if expected is None:
         raise OfframpError(f"{uri} (version {version.version}) was not put there by `offramp register`")
@@ -62,7 +64,8 @@ def resolve(uri: str, cache: Path, tracking_uri: str | None = None) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as scratch:
         try:
-            found = _download(client, version, Path(scratch), store)
+            with brief_requests(DOWNLOAD_TIMEOUT_S, retries=2):
+                found = _download(client, version, Path(scratch), store)
         except (MlflowException, OSError) as fault:
             raise OfframpError(f"cannot download {uri}: {mask(str(fault))}") from fault
         if (actual := directory_sha256(found)) != expected:
