@@ -71,6 +71,15 @@ def test_flattening() -> None:
     assert dict(flatten(nested)) == want
 
 
+def test_the_client_is_at_hand_when_the_run_is(store: str) -> None:
+    logger = OfframpMLFlowLogger(tracking_uri=store)
+    client = logger.experiment
+    assert client.search_experiments()
+    client.set_tag(logger.run_id, "mine", "yes")
+    logger.finalize()
+    assert client.get_run(logger.run_id).data.tags["mine"] == "yes"
+
+
 def test_the_first_verdict_stands(store: str) -> None:
     logger = OfframpMLFlowLogger(tracking_uri=store)
     logger.log_metrics({"loss": 1.0}, 0)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,16 @@ class OfframpMLFlowLogger(Logger):
 
     @property
     @rank_zero_experiment
-    def experiment(self) -> MlflowClient:
-        """The MLflow client, for what this logger does not do. Waits for the run, unlike everything else here.
+    def experiment(self) -> Any:
+        """The MLflow client, for what this logger does not do; what is called on it waits for the store and the run.
+
+        Lightning asks for it at the start of everything, so that the run exists also if nothing is logged.
+        """
+        self._open()
+        return _LazyClient(self.client)
+
+    def client(self) -> MlflowClient:
+        """The MLflow client, when the run is made.
 
         Raises:
             OfframpError: the store does not answer.
@@ -260,7 +268,7 @@ class OfframpMLFlowLogger(Logger):
             self._open()
         return self._logged
 
-    def _write(self, write: Any) -> None:
+    def _write(self, write: Callable[[Journal], None]) -> None:
         sender = self._open()
         assert self._journal is not None
         try:
@@ -278,6 +286,14 @@ class OfframpMLFlowLogger(Logger):
         scratch = self._directory / f".{RUN_FILE}"
         scratch.write_text(json.dumps(note) + "\n", encoding="utf-8")
         scratch.replace(self._directory / RUN_FILE)
+
+
+class _LazyClient:
+    def __init__(self, make: Callable[[], MlflowClient]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._make(), name)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

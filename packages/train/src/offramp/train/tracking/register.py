@@ -29,10 +29,12 @@ from offramp.train.tracking.digest import directory_sha256
 from offramp.train.tracking.pyfunc_model import DEFAULT_MAX_NEW_TOKENS
 from offramp.train.tracking.secrets import mask
 from offramp.train.tracking.sources import ARTIFACT, HASH_TAG, resolve
-from offramp.train.tracking.store import brief_requests, default_tracking_uri, in_words, is_refusal
+from offramp.train.tracking.store import REQUEST_TIMEOUT_S, brief_requests, default_tracking_uri, in_words, is_refusal
 
 RUN_TAG = "offramp.run_id"
 EXITS_TAG = "offramp.exit_layers"
+CONNECT_TIMEOUT_S = REQUEST_TIMEOUT_S
+"""How long the store may take to give its first answer; it is asked twice."""
 UPLOAD_TIMEOUT_S = 120
 """How long the store may take to keep a file; it is asked three times."""
 
@@ -129,7 +131,7 @@ def _check_names(name: str, alias: str | None) -> None:
 def _check_store(store: str, experiment_name: str) -> None:
     """Ask the store anything before the long work."""
     try:
-        with brief_requests():
+        with brief_requests(CONNECT_TIMEOUT_S):
             mlflow.MlflowClient(store).get_experiment_by_name(experiment_name)
     except MlflowException as fault:
         raise OfframpError(f"the MLflow store at {mask(store)} does not answer: {in_words(fault)}") from fault
