@@ -230,16 +230,15 @@ class OfframpMLFlowLogger(Logger):
     # ---- the journal
 
     def _open(self) -> Sender:
-        if self._journal is None:
+        if self._journal is None or self._sender is None:
             self._journal = self._journal_of_run()
-            if self._wants_system_metrics and self._system_metrics is None:
-                samples = [step for name, step in self._logged.items() if name.startswith(SYSTEM)]
-                self._system_metrics = SystemMetrics(self.log_metrics, max(samples, default=-1) + 1)
-                self._system_metrics.start()
-        if self._sender is None:
             self._sender = Sender(self._journal, self.tracking_uri, self._note)
             self._sender.start()
             self._note()
+            if self._wants_system_metrics and self._system_metrics is None:  # last, since it writes from its thread
+                samples = [step for name, step in self._logged.items() if name.startswith(SYSTEM)]
+                self._system_metrics = SystemMetrics(self.log_metrics, max(samples, default=-1) + 1)
+                self._system_metrics.start()
         return self._sender
 
     def _journal_of_run(self) -> Journal:

@@ -46,6 +46,8 @@ class SystemMetrics(threading.Thread):
                 monitor.collect_metrics()
                 metrics.update(monitor.aggregate_metrics())
                 monitor.clear_metrics()
+            if self._ended.is_set():
+                return
             self._log({PREFIX + name: float(value) for name, value in metrics.items()}, self._number)
             self._number += 1
             if self._ended.wait(self._interval):
@@ -54,3 +56,4 @@ class SystemMetrics(threading.Thread):
     def stop(self) -> None:
         """No more samples."""
         self._ended.set()
+        self.join(1.0)
