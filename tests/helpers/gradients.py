@@ -212,7 +212,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
         micro = parts[engine.grid.data_parallel_id].split(case.micro_batches)
         before = engine.eval_batch(micro)
         if case.loss_scale is not None:
-            engine.loss_scale = LossScale(case.loss_scale)
+            engine.fp16_scale = LossScale(case.loss_scale)
         if case.overflows is not None:
             unscale = engine._unscale
 
@@ -248,7 +248,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
                 "idle": module.idle is not None,
                 "backward_rows": engine.backward_rows,
                 "skipped": engine.skipped_steps,
-                "scale": None if engine.loss_scale is None else engine.loss_scale.value,
+                "scale": None if engine.fp16_scale is None else engine.fp16_scale.value,
             }
         )
         engine.destroy()

@@ -127,7 +127,7 @@ class _InFlight(NamedTuple):
     """A micro-batch between its forward and its backward pass.
 
     Attributes:
-        index: its number in the schedule.
+        number: in the schedule.
         micro_batch: its tokens.
         layout: of them.
         received: [B, T] token ids or [B, T, D] states that this stage read.
@@ -135,7 +135,7 @@ class _InFlight(NamedTuple):
         states: [B, T, D] those that its exits read.
     """
 
-    index: int
+    number: int
     micro_batch: MicroBatch
     layout: Layout
     received: Tensor
@@ -149,7 +149,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
     Attributes:
         objective: weights of the exits; set it before the first step.
         autocast_dtype: None computes in the parameters' dtype.
-        loss_scale: of fp16, or None.
+        fp16_scale: on losses under fp16, or None (`loss_scale` is a method of the parent).
         overflowed: whether the last step was skipped because the scale was too high.
         grad_norm: of the last step, before clipping; infinite if the step was skipped.
         backward_rows: [S] rows of the last step, on this replica, that gave each stage's parameters a gradient.
@@ -163,7 +163,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         super().__init__(**kwargs)
         self.objective: Objective | None = None
         self.autocast_dtype: torch.dtype | None = None
-        self.loss_scale: LossScale | None = None
+        self.fp16_scale: LossScale | None = None
         self.overflowed = False
         self.grad_norm = 0.0
         self.backward_rows: tuple[int, ...] = ()
@@ -328,11 +328,11 @@ class EarlyExitPipelineEngine(PipelineEngine):
         assert self._sums is not None
         readers = {layer: self.module.stage.reader(layer) for layer in states}
         # Optimizers average gradients over data-parallel ranks, and the counts are those of all ranks together.
-        factor = self.dp_world_size * self._weights.of_loss(running.index, self.stage_id)
-        if self.loss_scale is not None:
-            factor *= self.loss_scale.value
+        factor = self.dp_world_size * self._weights.of_loss(running.number, self.stage_id)
+        if self.fp16_scale is not None:
+            factor *= self.fp16_scale.value
         said = self._sums.predictions
-        if not 0 <= running.index < self._whole:
+        if not 0 <= running.number < self._whole:
             self._sums.predictions = Predictions()  # not every exit is asked about this one
         for loss in exit_losses(
             self.objective, readers, states, running.micro_batch, running.layout, self._counts, self._sums
@@ -360,10 +360,10 @@ class EarlyExitPipelineEngine(PipelineEngine):
     def _unscale(self) -> bool:
         """Whether there is a step to make; see `LossScale`."""
         self.overflowed = False
-        if self.loss_scale is None:
+        if self.fp16_scale is None:
             return True
         gradients = (parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)
-        if self.loss_scale.unscale(gradients, self.device):
+        if self.fp16_scale.unscale(gradients, self.device):
             return True
         self.module.zero_grad()
         self.grad_norm, self.overflowed = math.inf, True

@@ -282,7 +282,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         engine.links.limit_to(timedelta(minutes=self.timeout_minutes))
         engine.objective = self.module.objective
         engine.autocast_dtype = PRECISIONS[str(self.precision_plugin.precision)]
-        engine.loss_scale = LossScale() if engine.autocast_dtype == torch.float16 else None
+        engine.fp16_scale = LossScale() if engine.autocast_dtype == torch.float16 else None
         return engine
 
     # ---- steps
@@ -308,7 +308,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         counts = module.objective.counts(micro)
         if self.data_parallel_size > 1:
             dist.all_reduce(counts, group=engine.grid.get_data_parallel_group())
-        scale = None if engine.loss_scale is None else engine.loss_scale.value  # of this step
+        scale = None if engine.fp16_scale is None else engine.fp16_scale.value  # of this step
         if self.schedule is None or micro.tokens.num_rows < parts:  # a last batch may be small
             sums = engine.train_batch(micro.split(self.micro_batches), counts)
         else:
@@ -351,8 +351,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a directory, whole or not at all; see `offramp.train.pipeline.checkpoints`."""
-        if self.engine.loss_scale is not None:
-            checkpoint[_LOSS_SCALE] = self.engine.loss_scale.state_dict()
+        if self.engine.fp16_scale is not None:
+            checkpoint[_LOSS_SCALE] = self.engine.fp16_scale.state_dict()
         checkpoints.save(self.engine, checkpoint, Path(self.broadcast(os.fspath(filepath))), self._layout())
 
     @override
@@ -383,8 +383,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         if record["processes"] != self._layout():
             rank_zero_info(f"{path} was written by {record['processes']}, and goes on with {self._layout()}")
         checkpoint = checkpoints.load(self.engine, path, schedules[0] if schedules else None)
-        if self.engine.loss_scale is not None and _LOSS_SCALE in checkpoint:
-            self.engine.loss_scale.load_state_dict(checkpoint[_LOSS_SCALE])
+        if self.engine.fp16_scale is not None and _LOSS_SCALE in checkpoint:
+            self.engine.fp16_scale.load_state_dict(checkpoint[_LOSS_SCALE])
         return checkpoint
 
     def _layout(self) -> dict[str, Any]:
