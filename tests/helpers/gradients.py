@@ -12,10 +12,14 @@ from torch import Tensor
 
 from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
+from offramp.common.model.attention import Layout
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+from offramp.train.depth_spread import DepthSpread
 from offramp.train.fill_aware import draw_exit_depths
+from offramp.train.layer_dropout import LayerDropout
 from offramp.train.losses import MicroBatch
+from offramp.train.objective import ObjectiveConfig, RunObjective
 from offramp.train.pipeline.filling import arrange
 from offramp.train.pipeline.schedule import Schedule, one_f_one_b
 from offramp.train.pipeline.stages import Stage, plan_stages
@@ -41,7 +45,10 @@ class Case:
     micro_batches: int = 3
     zero_stage: int = 0
     clip: float = 0.0
-    distill: float = 0.0
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    exit_weights: Any = "by depth"
+    layer_dropout: LayerDropout | None = None
+    step: int = 9
     checkpoint_activations: bool = False
     fill: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     loss_scale: float | None = None
@@ -50,9 +57,14 @@ class Case:
     rows: int = 7
     overrides: dict[str, Any] = field(default_factory=dict)
 
+    def run_objective(self) -> RunObjective:
+        by_depth = self.exit_weights == "by depth"
+        weights = [0.3 + 0.1 * layer for layer in self.exits] if by_depth else self.exit_weights
+        return RunObjective(self.objective, weights, 0.3 + 0.1 * LAYERS if by_depth else None, self.exits, LAYERS)
+
     @property
     def weights(self) -> dict[int, float]:
-        return {layer: 0.3 + 0.1 * layer for layer in (*self.exits, LAYERS)}
+        return self.run_objective().weights.at(self.step)
 
     def model(self) -> MultiExitTransformer:
         exits = ExitConfig(self.exits, head=self.head, tied=self.tied_exits)
@@ -72,8 +84,9 @@ class Case:
         labels[-1] = IGNORED_LABEL  # a row with nothing to learn
         segments = (torch.arange(time) >= 7).long().expand(self.rows, time)
         batch = TokenBatch(tokens[:, :-1].contiguous(), labels, segments.contiguous())
-        depths = draw_exit_depths(batch, self.fill_aware, LAYERS, seed=3, step=9) if self.fill_aware else None
-        return MicroBatch(batch, depths)
+        depths = draw_exit_depths(batch, self.fill_aware, LAYERS, seed=3, step=self.step) if self.fill_aware else None
+        dropout = self.layer_dropout
+        return MicroBatch(batch, depths, None if dropout is None else dropout.draw(batch, LAYERS, 3, self.step))
 
 
 def oracle(case: Case, replicas: int) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -84,24 +97,39 @@ def oracle(case: Case, replicas: int) -> tuple[dict[str, Tensor], dict[str, floa
     depths = None
     if parts[0].exit_depths is not None:
         depths = torch.cat([part.exit_depths for part in parts if part.exit_depths is not None])
-    logits = model(ids, model.layout(ids, segments, depths)).logits
+    skipped = None
+    if case.layer_dropout is not None:
+        skipped = torch.cat([part.skipped_layers for part in parts if part.skipped_layers is not None])
+        assert skipped[:, 1:].any(), "nothing is skipped, so nothing is compared"
+    logits = _logits(model, ids, model.layout(ids, segments, depths), skipped)
     total, losses = torch.zeros(()), {}
+    settings, weights = case.objective, case.run_objective().weights.at(case.step)
     final_mask = labels != IGNORED_LABEL if depths is None else (labels != IGNORED_LABEL) & (depths >= LAYERS)
-    for layer, weight in case.weights.items():
+    for layer, weight in weights.items():
         mask = labels != IGNORED_LABEL
         if depths is not None:
             mask = mask & (depths >= layer)
-        loss = F.cross_entropy(logits[layer][mask], labels[mask])
-        losses[f"loss_exit_{layer:02d}"] = float(loss.detach())
-        if layer != LAYERS:
+        early = layer != LAYERS
+        temperature = _setting(settings.temperature, layer, 1.0)
+        smoothing = _setting(settings.label_smoothing, layer, 0.0)
+        losses[f"loss_exit_{layer:02d}"] = float(F.cross_entropy(logits[layer][mask], labels[mask]).detach())
+        if early:
             same = logits[layer].argmax(-1) == logits[LAYERS].argmax(-1)
             losses[f"agreement_exit_{layer:02d}"] = float(same[final_mask].double().mean())
-        if case.distill and layer != LAYERS:
-            teacher = logits[LAYERS].detach()[final_mask].log_softmax(-1)
-            student = logits[layer][final_mask].log_softmax(-1)
-            divergence = (teacher.exp() * (teacher - student)).sum(-1).mean()
-            loss = (1 - case.distill) * loss + case.distill * divergence
+        warm = logits[layer] / temperature
+        loss = F.cross_entropy(warm[mask], labels[mask], label_smoothing=smoothing, reduction="none")
+        if settings.token_weights == "confidence" and early:
+            loss = loss * logits[layer][mask].softmax(-1).amax(-1).detach()
+        loss = loss.mean()
+        if settings.distill and early:
+            heat = settings.distill_temperature
+            teacher = (logits[LAYERS].detach()[final_mask] / heat).log_softmax(-1)
+            student = (warm[final_mask] / heat).log_softmax(-1)
+            divergence = heat**2 * (teacher.exp() * (teacher - student)).sum(-1).mean()
+            loss = (1 - settings.distill) * loss + settings.distill * divergence
         total = total + weight * loss
+    if settings.depth_spread is not None:
+        total = total + settings.depth_spread.weight * _spread(settings.depth_spread, logits, labels, segments, case)
     total.backward()
     losses["loss"] = float(total.detach())
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -154,6 +182,57 @@ def filled_oracle(case: Case, num_stages: int, replicas: int) -> dict[str, Tenso
     return total
 
 
+def _setting(value: float | dict[int, float], layer: int, default: float) -> float:
+    if isinstance(value, dict):
+        return value.get(layer, default)
+    return value if layer != LAYERS else default
+
+
+def _logits(model: MultiExitTransformer, ids: Tensor, layout: Layout, skipped: Tensor | None) -> dict[int, Tensor]:
+    """Row by row where rows skip layers, so that those are really left out."""
+    if skipped is None:
+        return model(ids, layout).logits
+    rows: list[dict[int, Tensor]] = []
+    for row in range(len(ids)):
+        parts = {name: getattr(layout, name) for name in ("positions", "cos", "sin", "mask", "exit_depths")}
+        own = Layout(**{name: None if part is None else part[row : row + 1] for name, part in parts.items()})
+        h, logits = model.embed(ids[row : row + 1]), {}
+        for layer in range(1, LAYERS + 1):
+            if not skipped[row, layer - 1]:
+                h = model.run_layers(h, layer - 1, layer, own)
+            if layer in model.exit_layers:
+                logits[layer] = model.exit_logits(h, layer, own)
+        rows.append(logits)
+    return {layer: torch.cat([logits[layer] for logits in rows]) for layer in model.exit_layers}
+
+
+def _spread(settings: DepthSpread, logits: dict[int, Tensor], labels: Tensor, segments: Tensor, case: Case) -> Tensor:
+    """Token by token, for one micro-batch."""
+    groups: dict[int, list[Tensor]] = {}
+    for row in range(len(labels)):
+        position = 0
+        for t in range(1, labels.shape[1]):
+            if segments[row, t] != segments[row, t - 1]:
+                position = 0
+                continue
+            if labels[row, t] == IGNORED_LABEL or labels[row, t - 1] == IGNORED_LABEL:
+                continue
+            depth, stays = torch.zeros(()), torch.ones(())
+            for layer in case.exits:
+                sure = logits[layer][row, t].softmax(-1).max()
+                leaves = torch.sigmoid((sure - settings.threshold) / settings.softness)
+                depth = depth + stays * leaves * layer / LAYERS
+                stays = stays * (1 - leaves)
+            groups.setdefault(position, []).append(depth + stays)
+            position += 1
+    total = torch.zeros(())
+    for group in groups.values():
+        depths = torch.stack(group)
+        power = torch.logsumexp(settings.sharpness * depths, 0) - torch.log(torch.tensor(float(len(group))))
+        total = total + len(group) * (power / settings.sharpness - depths.mean())
+    return total / (labels != IGNORED_LABEL).sum()
+
+
 def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
     """In each process: this stage's gradients before the optimizer step, and what the engine reports.
 
@@ -168,7 +247,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
     from deepspeed import comm as dist
     from deepspeed.utils import safe_get_full_grad
 
-    from offramp.train.losses import ExitSums, Objective
+    from offramp.train.losses import ExitSums
 
     deepspeed.init_distributed("gloo", verbose=False)
     answers = []
@@ -186,7 +265,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
         }
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.0)
         engine = make_engine(module, config, optimizer)
-        engine.objective = Objective(case.weights, case.distill)
+        engine.objective = case.run_objective().at(case.step)
         gradients: dict[str, Tensor] = {}
 
         def step(self: EarlyExitPipelineEngine, case: Case = case, gradients: dict[str, Tensor] = gradients) -> None:

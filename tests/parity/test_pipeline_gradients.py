@@ -9,7 +9,12 @@ import torch
 
 from helpers.gradients import Case, filled_oracle, oracle, pipeline
 from helpers.processes import run_processes
+from offramp.train.depth_spread import DepthSpread
+from offramp.train.exit_weights import Curriculum, WeightSchedule
+from offramp.train.layer_dropout import LayerDropout
+from offramp.train.objective import ObjectiveConfig
 
+SPREAD = DepthSpread(weight=5.0, threshold=0.3, softness=0.2)
 TWO_STAGES = {
     "tied": Case(),
     "untied embeddings": Case(tied_embeddings=False),
@@ -42,12 +47,52 @@ TWO_STAGES = {
         exits=(3,), bounds=(2,), tied_embeddings=False, frozen=("embed_tokens", "layers.0", "layers.1"), zero_stage=1
     ),
     "frozen last layers": Case(frozen=("layers.2", "layers.3", "norm")),
-    "distillation on the last stage": Case(exits=(2, 3), bounds=(2,), distill=0.4),
-    "distillation, fill-aware": Case(exits=(2, 3), bounds=(1,), distill=0.4, fill_aware={2: 0.3, 3: 0.2}),
+    "distillation on the last stage": Case(exits=(2, 3), bounds=(2,), objective=ObjectiveConfig(distill=0.4)),
+    "distillation at a temperature, fill-aware": Case(
+        exits=(2, 3),
+        bounds=(1,),
+        fill_aware={2: 0.3, 3: 0.2},
+        objective=ObjectiveConfig(distill=0.4, distill_temperature=2.5, temperature=1.3),
+    ),
+    "a schedule on its way": Case(
+        objective=ObjectiveConfig(schedule=WeightSchedule(steps=30, shape="cosine", initial=[0.9, 0.0]))
+    ),
+    "a rotational curriculum, an exit of the first stage left out": Case(
+        exits=(1, 2, 3),
+        bounds=(2,),
+        head="mlp",
+        objective=ObjectiveConfig(curriculum=Curriculum("rotational", 3)),
+        step=1,
+    ),
+    "a gradual curriculum, no early exit yet, untied, ZeRO-1": Case(
+        tied_exits=False, zero_stage=1, objective=ObjectiveConfig(curriculum=Curriculum("gradual", steps=100))
+    ),
+    "token-wise weights": Case(objective=ObjectiveConfig(token_weights="confidence")),
+    "temperatures and label smoothing": Case(
+        objective=ObjectiveConfig(temperature={1: 1.5, 4: 0.8}, label_smoothing={2: 0.1, 4: 0.2})
+    ),
+    "layer dropout": Case(layer_dropout=LayerDropout(0.6)),
+    "layer dropout, fill-aware, exit blocks": Case(
+        layer_dropout=LayerDropout(0.6), fill_aware={1: 0.2, 2: 0.2}, head="block"
+    ),
+    "LayerSkip": Case(
+        exits=(1, 2, 3),
+        head="final",
+        exit_weights="layerskip",
+        layer_dropout=LayerDropout(0.8, "exponential", 12),
+        objective=ObjectiveConfig(curriculum=Curriculum("rotational", 2)),
+    ),
+    "spread of depths on the last stage": Case(
+        exits=(2, 3), bounds=(2,), micro_batches=1, objective=ObjectiveConfig(depth_spread=SPREAD)
+    ),
+    "spread of depths on the first stage": Case(
+        bounds=(3,), micro_batches=1, objective=ObjectiveConfig(depth_spread=SPREAD)
+    ),
     "activation checkpointing": Case(checkpoint_activations=True, fill_aware={1: 0.3, 2: 0.3}, clip=0.5),
     "activation checkpointing, exit blocks, ZeRO-1": Case(
         exits=(1, 2, 3), head="block", checkpoint_activations=True, zero_stage=1
     ),
+    "activation checkpointing, layer dropout": Case(checkpoint_activations=True, layer_dropout=LayerDropout(0.6)),
     "activation checkpointing, frozen first layers": Case(
         checkpoint_activations=True, frozen=("embed_tokens", "layers.0", "layers.1")
     ),
@@ -57,6 +102,10 @@ FOUR_PROCESSES = {
     "two stages, two replicas": (2, Case(fill_aware={1: 0.3, 2: 0.3})),
     "two stages, two replicas, ZeRO-1": (2, Case(zero_stage=1, tied_embeddings=False)),
     "two stages, two replicas, clipping": (2, Case(clip=0.5)),
+    "two stages, two replicas, token-wise weights, layer dropout": (
+        2,
+        Case(objective=ObjectiveConfig(token_weights="confidence"), layer_dropout=LayerDropout(0.6)),
+    ),
     "four stages": (4, Case(exits=(1, 3))),
     "four stages, one without exits": (4, Case(exits=(1,), zero_stage=1, micro_batches=2)),
     "four stages, clipping, shared norm": (4, Case(exits=(1, 3), head="final", clip=0.5)),
@@ -102,13 +151,14 @@ SCALED = {
 
 @pytest.fixture(scope="module")
 def two_stages() -> dict[str, list[dict[str, Any]]]:
-    answers = run_processes(pipeline, 2, [(2, case) for case in TWO_STAGES.values()], timeout_s=300)
+    answers = run_processes(pipeline, 2, [(2, case) for case in TWO_STAGES.values()], timeout_s=900)
     return {name: [answer[index] for answer in answers] for index, name in enumerate(TWO_STAGES)}
 
 
 def check(case: Case, answers: list[dict[str, Any]], replicas: int) -> None:
     gradients, report = oracle(case, replicas)
     seen: set[str] = set()
+    weights = case.run_objective().weights.at(case.step)
     scale = min(1.0, case.clip / (report["norm"] + 1e-6)) if case.clip else 1.0
     for answer in answers:
         for name, gradient in answer["gradients"].items():
@@ -120,7 +170,9 @@ def check(case: Case, answers: list[dict[str, Any]], replicas: int) -> None:
         assert answer["norm"] == pytest.approx(report["norm"], rel=1e-6)
         assert answer["finite"]
         for kind in ("train", "eval"):
-            assert {name for name in report if name.startswith("agreement")} <= set(answer[kind])
+            # Training leaves exits without a weight out.
+            asked = {layer for layer in case.exits if kind == "eval" or weights[layer] > 0}
+            assert {f"agreement_exit_{layer:02d}" for layer in asked} <= set(answer[kind])
             for name, value in answer[kind].items():
                 if name.startswith(("loss", "agreement")):
                     assert value == pytest.approx(report[name], rel=1e-5), f"{kind} {name}"
@@ -187,6 +239,6 @@ def test_a_loss_scale_changes_no_bit_and_an_overflow_anywhere_skips_the_step_eve
 
 @pytest.mark.slow
 def test_four_processes_equal_one() -> None:
-    answers = run_processes(pipeline, 4, list(FOUR_PROCESSES.values()), timeout_s=300)
+    answers = run_processes(pipeline, 4, list(FOUR_PROCESSES.values()), timeout_s=900)
     for index, (num_stages, case) in enumerate(FOUR_PROCESSES.values()):
         check(case, [answer[index] for answer in answers], replicas=4 // num_stages)

@@ -54,7 +54,6 @@ def recorded(case: Case) -> list[Span]:
     import torch
     from deepspeed import comm as dist
 
-    from offramp.train.losses import Objective
     from offramp.train.pipeline.stages import plan_stages
 
     deepspeed.init_distributed("gloo", verbose=False)
@@ -68,7 +67,7 @@ def recorded(case: Case) -> list[Span]:
         "steps_per_print": None,
     }
     engine = make_engine(module, config, torch.optim.SGD(module.parameters(), lr=0.0))
-    engine.objective = Objective(case.weights)
+    engine.objective = case.run_objective().at(0)
     spans: list[Span] = []
 
     def timed(kind: str, run: Callable[..., None]) -> Callable[..., None]:

@@ -17,10 +17,21 @@ from offramp.common.checkpoint import load_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
+from offramp.train.depth_spread import DepthSpread
+from offramp.train.exit_weights import Curriculum, WeightSchedule
 from offramp.train.export import export_checkpoint, main, read_stages
+from offramp.train.layer_dropout import LayerDropout
+from offramp.train.objective import ObjectiveConfig
 from offramp.train.priming import ExitPrimingModule, PrimingDataModule, StateBatch, StateLoader
 
 FILL_AWARE = {"fill_aware": {1: 0.2, 2: 0.2}}
+DISTILLED, SPREAD = ObjectiveConfig(distill=0.5), ObjectiveConfig(depth_spread=DepthSpread(weight=1.0))
+CHANGING = {  # everything that depends on the step
+    "objective": ObjectiveConfig(
+        schedule=WeightSchedule(steps=5, initial=[1.0, 0.0]), curriculum=Curriculum("rotational", interval=2)
+    ),
+    "layer_dropout": LayerDropout(0.5, "exponential", 6),
+}
 TWO_STAGES = {"pipe": 2, "micro_batches": 3}
 TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "pipeline": {"strategy": TWO_STAGES, "module": FILL_AWARE},
@@ -33,6 +44,9 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     },
     "two replicas of one stage": {"strategy": {"pipe": 1, "micro_batches": 2}, "module": FILL_AWARE},
     "ddp": {"strategy": "ddp", "module": FILL_AWARE},
+    "changing": {"strategy": TWO_STAGES, "module": CHANGING},
+    "changing, second half": {"strategy": TWO_STAGES, "module": CHANGING, "resume": "changing"},
+    "changing, ddp": {"strategy": "ddp", "module": CHANGING},
     "frozen": {"strategy": TWO_STAGES, "module": {"freeze": ["backbone"]}},
     "primed": {"strategy": "ddp", "priming": True, "trainer": {"val_check_interval": 1.0}},
     "bf16": {"strategy": TWO_STAGES, "trainer": {"precision": "bf16-mixed"}},
@@ -40,7 +54,17 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "fp16, second half": {"strategy": TWO_STAGES, "trainer": {"precision": "16-mixed"}, "resume": "fp16"},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "distillation across stages": ({"strategy": TWO_STAGES, "module": {"distill": 0.5}}, "final logits"),
+    "distillation across stages": (
+        {"strategy": TWO_STAGES, "module": {"objective": ObjectiveConfig(distill=0.5)}},
+        "final logits",
+    ),
+    "spread of depths across stages": (
+        {
+            "strategy": {**TWO_STAGES, "stage_bounds": [2]},
+            "module": {"objective": ObjectiveConfig(depth_spread=SPREAD)},
+        },
+        "depth_spread compares early exits .* hold those of",
+    ),
     "too small a batch": ({"strategy": {"pipe": 2, "micro_batches": 5}}, "batch of 4 rows"),
     "half weights": ({"strategy": TWO_STAGES, "trainer": {"precision": "bf16-true"}}, "32-true, bf16-mixed"),
     "three stages of two processes": ({"strategy": {"pipe": 3}}, "multiple of pipe"),
@@ -105,7 +129,22 @@ def test_two_processes_log_what_one_logs(name: str, one: dict[str, Any], two: di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pipeline", "ZeRO-1"])
+@pytest.mark.parametrize("name", ["changing", "changing, ddp"])
+def test_what_changes_with_the_step_is_the_same_in_two_processes(
+    name: str, checkpoint: Path, two: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = comparable(fit(str(checkpoint), str(tmp_path / "one.ckpt"), module=CHANGING))
+    # The schedule goes from 1 to 0.3 and from 0 to 0.3 in five steps, and every other exit sits out.
+    assert [expected[step, "train/weight_exit_01"] for step in range(3)] == pytest.approx([1.0, 0.0, 0.72])
+    assert [expected[step, "train/weight_exit_02"] for step in range(4)] == pytest.approx([0.0, 0.06, 0.0, 0.18])
+    assert (1, "train/loss_exit_01") not in expected
+    assert (2, "val/loss_exit_01") in expected
+    for answer in two[name]:
+        assert comparable(answer) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipeline", "ZeRO-1", "changing"])
 def test_resuming_is_as_if_nothing_had_happened(name: str, two: dict[str, Any]) -> None:
     whole = comparable(two[name][0], range(3, 6))
     resumed = comparable(two[f"{name}, second half"][0], range(3, 6))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from helpers.tiny import tiny_model
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
-from offramp.train.losses import ExitSums, ExitTerm, MicroBatch, Objective, exit_losses, exit_reader, exit_term
+from offramp.train.depth_spread import DepthSpread
+from offramp.train.linear_cross_entropy import TokenSums
+from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader
 
 CPU = torch.device("cpu")
 
@@ -20,36 +23,27 @@ def batch_of(labels: list[list[int]], depths: list[list[int]] | None = None) -> 
     return MicroBatch(tokens, None if depths is None else torch.tensor(depths))
 
 
-def test_sums_of_two_tokens_by_hand() -> None:
-    # Probabilities 1/4, 3/4 and 1/2, 1/2.
-    logits = torch.tensor([[0.0, math.log(3.0)], [0.0, 0.0]])
-    term = exit_term(logits, torch.tensor([1, 1]))
-    assert float(term.cross_entropy) == pytest.approx(math.log(4 / 3) + math.log(2))
-    assert int(term.correct) == 1  # a tie goes to the first token
-    assert float(term.divergence) == 0.0
-
-
-def test_divergence_by_hand() -> None:
-    teacher, student = torch.tensor([[0.0, math.log(3.0)]]), torch.tensor([[0.0, 0.0]])
-    term = exit_term(student, torch.tensor([0]), teacher)
-    assert float(term.divergence) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
-
-
 def test_objective_by_hand() -> None:
     objective = Objective({1: 0.5, 2: 2.0}, distill=0.25)
     sums = ExitSums(objective.layers, CPU)
-    # Exit 1: cross-entropy 6 over 3 tokens, divergence 1 over the 2 tokens of the final exit; final: 5 over 2 tokens.
-    sums.add(1, term_of(6.0, 1.0, 1), torch.tensor(3))
-    sums.add(2, term_of(5.0, 0.0, 2), torch.tensor(2))
+    # Exit 1: losses of 6, cross-entropy 7 over 3 tokens, divergence 1 over the 2 tokens of the final exit; final: 5.
+    sums.add(1, term_of(6.0, 7.0, 1.0, 1), torch.tensor(3))
+    sums.add(2, term_of(5.0, 5.0, 0.0, 2), torch.tensor(2))
     report = sums.report(objective)
     assert report["loss"] == pytest.approx(0.5 * (0.75 * 2.0 + 0.25 * 0.5) + 2.0 * 2.5)
-    assert report["loss_exit_01"] == pytest.approx(2.0)
+    assert report["loss_exit_01"] == pytest.approx(7 / 3)
     assert report["accuracy_exit_01"] == pytest.approx(1 / 3)
     assert report["accuracy_exit_02"] == pytest.approx(1.0)
+    assert "depth_spread" not in report
+    sums.add_spread(torch.tensor(0.6))
+    report = sums.report(replace(objective, depth_spread=DepthSpread(weight=10.0)))
+    assert report["depth_spread"] == pytest.approx(0.3)
+    assert report["loss"] == pytest.approx(0.5 * (0.75 * 2.0 + 0.25 * 0.5) + 2.0 * 2.5 + 10.0 * 0.3)
 
 
-def term_of(cross_entropy: float, divergence: float, correct: int) -> ExitTerm:
-    return ExitTerm(torch.tensor(cross_entropy), torch.tensor(divergence), torch.tensor(correct), torch.empty(0))
+def term_of(target: float, cross_entropy: float, divergence: float, correct: int) -> TokenSums:
+    sums = torch.tensor([0.0, target, cross_entropy, divergence, float(correct)])
+    return TokenSums(*sums, torch.empty(0))
 
 
 def test_frozen_tokens_train_only_the_exits_they_reach() -> None:
@@ -104,12 +98,55 @@ def test_impossible_weights_are_refused() -> None:
         Objective({2: -1.0, 4: 1.0})
 
 
-def test_layers_above_the_deepest_exit_with_a_weight_are_not_trained_and_have_no_metrics() -> None:
+def test_layers_above_the_deepest_exit_with_a_weight_are_not_read_and_have_no_metrics() -> None:
     objective = Objective({1: 1.0, 2: 0.0, 4: 0.0})
     assert objective.trained_layers == (1,)
     assert Objective({1: 0.0, 2: 0.5, 4: 0.0}).trained_layers == (1, 2)
+    assert replace(objective, distill=0.5).trained_layers == (1, 2, 4)
+    assert replace(objective, depth_spread=DepthSpread(1.0)).trained_layers == (1, 2)
     sums = ExitSums(objective.layers, CPU)
-    sums.add(1, term_of(6.0, 0.0, 1), torch.tensor(3))
+    sums.add(1, term_of(6.0, 6.0, 0.0, 1), torch.tensor(3))
     assert set(sums.report(objective)) == {"loss", "loss_exit_01", "accuracy_exit_01"}
-    sums.add(4, term_of(6.0, 0.0, 1), torch.tensor(3))  # as in validation, where all of them run
+    sums.add(4, term_of(6.0, 6.0, 0.0, 1), torch.tensor(3))  # as in validation, where all of them run
     assert "loss_exit_04" in sums.report(objective)
+
+
+def test_an_exit_without_a_weight_is_left_out_while_training_and_measured_otherwise() -> None:
+    model = tiny_model(ExitConfig((1, 2), head="mlp"))
+    batch = batch_of([[5, 6, 7, 8]])
+    objective = Objective({1: 0.0, 2: 1.0, 4: 1.0})
+
+    def run() -> ExitSums:
+        sums = ExitSums(objective.layers, CPU)
+        layout = batch.layout(model.config)
+        states = model(batch.tokens.input_ids, layout).hidden_states
+        readers = {layer: exit_reader(model, layer) for layer in states}
+        losses = exit_losses(objective, readers, states, batch, layout, objective.counts(batch), sums)
+        total = sum(losses)
+        if torch.is_grad_enabled():
+            assert isinstance(total, torch.Tensor)
+            total.backward()
+        return sums
+
+    assert run().values[4].tolist() == [0, 4, 4]
+    grads = {name: parameter.grad for name, parameter in model.exits.named_parameters()}
+    assert all(grad is not None and bool(grad.any()) == (name[0] == "2") for name, grad in grads.items())
+    with torch.no_grad():
+        assert run().values[4].tolist() == [4, 4, 4]
+
+
+def test_a_final_exit_without_a_weight_still_teaches() -> None:
+    model = tiny_model(ExitConfig((2,)))
+    batch = batch_of([[5, 6, 7, 8]])
+    objective = Objective({2: 1.0, 4: 0.0}, distill=1.0)
+    layout = batch.layout(model.config)
+    out = model(batch.tokens.input_ids, layout)
+    readers = {layer: exit_reader(model, layer) for layer in objective.layers}
+    sums = ExitSums(objective.layers, CPU)
+    losses = exit_losses(objective, readers, out.hidden_states, batch, layout, objective.counts(batch), sums)
+    (loss,) = losses
+    taught, log_p = out.logits[4].detach().softmax(-1), out.logits[2].log_softmax(-1)
+    expected = torch.nn.functional.kl_div(log_p, taught, reduction="sum") / 4
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert all(parameter.grad is None for parameter in model.layers[2:].parameters())

@@ -71,7 +71,7 @@ def test_every_recipe_loads_and_plans(path: Path, monkeypatch: pytest.MonkeyPatc
     planned = plan_recipe([path], [("plan.tflops", "100")])
     text = describe(planned)
     assert text.count("what fit runs") == 1
-    faults = [note for note in planned.notes if not note.startswith("the slowest stage")]
+    faults = [note for note in planned.notes if not note.startswith(("the slowest stage", "curriculum: every exit"))]
     assert not faults, "recipes are cut evenly and fit their devices"
     for variant in planned.variants:
         assert variant.bound is None or variant.timeline.seconds <= variant.bound * (1 + 1e-9)
@@ -89,7 +89,7 @@ def test_every_recipe_loads_and_plans(path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_there_are_recipes() -> None:
-    assert {"tiny", "125m", "1.3b", "7b", "30b"} <= {path.stem for path in RECIPES}
+    assert {"tiny", "125m", "1.3b", "7b", "30b", "layerskip_1.3b"} <= {path.stem for path in RECIPES}
 
 
 def test_the_plan_is_that_of_the_strategy(recipe: Path, model: Path) -> None:

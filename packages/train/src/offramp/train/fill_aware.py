@@ -9,14 +9,14 @@ Legend: B batch, T time, L layers.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from offramp.common.errors import OfframpError
-from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+from offramp.train.data.batch import TokenBatch
+from offramp.train.row_draws import row_generator
 
 
 def check_probabilities(probabilities: Mapping[int, float], exit_layers: tuple[int, ...]) -> None:
@@ -53,19 +53,8 @@ def draw_exit_depths(
     layers = sorted(probabilities)
     edges = torch.tensor([probabilities[layer] for layer in layers], dtype=torch.float64).cumsum(0)
     depths = torch.tensor([*layers, num_layers])
-    draws = torch.stack([torch.rand(row.shape, generator=_generator(row, seed, step)) for row in batch.input_ids.cpu()])
+    draws = torch.stack(
+        [torch.rand(row.shape, generator=row_generator(row, seed, step)) for row in batch.input_ids.cpu()]
+    )
     drawn = depths[torch.bucketize(draws.double(), edges, right=True)].to(batch.labels.device)
-    return torch.where(_generated(batch), drawn, num_layers)
-
-
-def _generated(batch: TokenBatch) -> Tensor:
-    labelled = batch.labels != IGNORED_LABEL
-    generated = torch.zeros_like(labelled)
-    same_segment = batch.segment_ids[:, 1:] == batch.segment_ids[:, :-1]
-    generated[:, 1:] = labelled[:, 1:] & labelled[:, :-1] & same_segment
-    return generated
-
-
-def _generator(row: Tensor, seed: int, step: int) -> torch.Generator:
-    content = zlib.crc32(row.numpy().tobytes(), zlib.crc32(f"{seed} {step}".encode()))
-    return torch.Generator().manual_seed(content)
+    return torch.where(batch.generated(), drawn, num_layers)

@@ -1,16 +1,18 @@
-"""Cross-entropy of `x @ weight.T` without the logits: a few rows at a time, gradients made along with the loss.
+"""The loss of an exit from `x @ weight.T` without the logits: a few rows at a time, gradients made along with the loss.
 
 A vocabulary of 50,000 turns 1,000 states of 2 KB into logits of 200 KB each, in fp32, several times over (logits,
 log-probabilities, their gradients). Here a chunk of rows goes all the way from state to gradient while it is in the
 cache; nothing of the size [N, V] ever exists. The gradient of a sum of cross-entropies is known in closed form,
-(softmax - one-hot), so it needs no graph, and the backward pass only scales it.
+(softmax - target), so it needs no graph, and the backward pass only scales it. The teacher of a distillation is
+computed anew for each of its students, chunk by chunk, so that its logits do not exist either.
 
 Legend: N tokens, D model, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +21,74 @@ CHUNK_ROWS = 64
 """Rows whose logits exist at a time: fp32 logits of 50,000 tokens take 13 MB then."""
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of cross-entropies (nats) of the logits `x @ weight.T`, and the most probable tokens.
+@dataclass(frozen=True)
+class TokenLoss:
+    """What one token costs.
+
+    From its logits z and its label y, with p = softmax(z / temperature):
+
+        c * [(1 - smoothing) * -log p_y + smoothing * mean_v (-log p_v)]
+
+    Attributes:
+        temperature: above 1 softens p, so that the exit learns sharper logits; serving does not divide by it.
+        smoothing: share of the target that is spread over the whole vocabulary.
+        by_confidence: c = max_v softmax(z)_v, a constant for the gradient (EE-Tuning); otherwise c = 1.
+    """
+
+    temperature: float = 1.0
+    smoothing: float = 0.0
+    by_confidence: bool = False
+
+
+class Teacher(NamedTuple):
+    """The final exit as it teaches an early one, by scale * T^2 * KL(softmax(z_teacher / T) || softmax(z / T)).
+
+    z are the logits of `TokenLoss`, divided by its temperature.
+
+    Attributes:
+        state: [N, D] as its unembedding reads it, without gradient.
+        weight: [V, D].
+        known: [N] bool: tokens that it saw; None is all of them.
+        temperature: T; the factor T^2 keeps gradients of the same size (Hinton et al., 2015).
+        scale: factor on the divergence.
+    """
+
+    state: Tensor
+    weight: Tensor
+    known: Tensor | None = None
+    temperature: float = 1.0
+    scale: float = 1.0
+
+
+class TokenSums(NamedTuple):
+    """Sums over N tokens, each a scalar, and what the exit says; only `loss` has a gradient.
+
+    Attributes:
+        loss: scale * target + teacher.scale * divergence.
+        target: of `TokenLoss`, in nats.
+        cross_entropy: of the plain logits with the labels, in nats.
+        divergence: T^2 times the Kullback-Leibler divergence to the teacher, in nats; zero without one.
+        correct: tokens whose label is the most probable one.
+        predicted: [N] the most probable tokens.
+    """
+
+    loss: Tensor
+    target: Tensor
+    cross_entropy: Tensor
+    divergence: Tensor
+    correct: Tensor
+    predicted: Tensor
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    kind: TokenLoss | None = None,
+    teacher: Teacher | None = None,
+    scale: float = 1.0,
+) -> TokenSums:
+    """Sums over tokens with logits `x @ weight.T`.
 
     Under autocast the products are computed in its type. Everything else is in fp32, or fp64 if the logits are.
 
@@ -28,9 +96,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Ten
         x: [N, D].
         weight: [V, D].
         labels: [N].
-
-    Returns:
-        A scalar, and [N] token ids, which have no gradient.
+        kind: of the loss; plain cross-entropy if None.
+        teacher: to distil from.
+        scale: factor on the loss of the labels.
     """
     device = x.device.type
     if not torch.is_grad_enabled():  # inside an autograd function nothing tells
@@ -38,26 +106,41 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Ten
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
-    return cast("tuple[Tensor, Tensor]", _LinearCrossEntropy.apply(x, weight, labels))
+        if teacher is not None:
+            teacher = teacher._replace(state=teacher.state.to(dtype), weight=teacher.weight.to(dtype))
+    return TokenSums(*_LinearCrossEntropy.apply(x, weight, labels, kind or TokenLoss(), teacher, scale))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        wants_x, wants_weight, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, kind: TokenLoss, teacher: Teacher | None, scale: float
+    ) -> tuple[Tensor, ...]:
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        total, predicted = x.new_zeros((), dtype=exact), torch.empty_like(labels)
+        target, plain, divergence = x.new_zeros(3, dtype=exact).unbind()
+        predicted = torch.empty_like(labels)
         grad_x = torch.empty_like(x) if wants_x else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         with torch.autocast(x.device.type, enabled=False):
             for start in range(0, len(x), CHUNK_ROWS):
                 rows = slice(start, start + CHUNK_ROWS)
                 own, label = x[rows], labels[rows, None]
-                log_p = (own @ weight.T).to(exact).log_softmax(dim=-1)
-                total -= log_p.gather(1, label).sum()
-                torch.argmax(log_p, dim=-1, out=predicted[rows])
+                chunk = _Chunk((own @ weight.T).to(exact), label, kind)
+                target += chunk.losses.sum()
+                plain += chunk.cross_entropies.sum()
+                predicted[rows] = chunk.best
+                lesson = None
+                if teacher is not None:
+                    taught = (teacher.state[rows] @ teacher.weight.T).to(exact)
+                    known = None if teacher.known is None else teacher.known[rows, None]
+                    value, lesson = chunk.divergence(taught, known, teacher.temperature)
+                    divergence += value
                 if wants_x or wants_weight:
-                    error = log_p.exp_().scatter_add_(1, label, log_p.new_full(label.shape, -1.0)).to(x.dtype)
+                    error = chunk.error().mul_(scale)
+                    if lesson is not None and teacher is not None:
+                        error.add_(lesson, alpha=teacher.scale)
+                    error = error.to(x.dtype)
                     if grad_x is not None:
                         torch.mm(error, weight, out=grad_x[rows])
                     if grad_weight is not None:
@@ -66,16 +149,66 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None and weight.dtype != torch.float16:
             grad_weight = grad_weight.to(weight.dtype)
         ctx.save_for_backward(grad_x, grad_weight)
-        ctx.mark_non_differentiable(predicted)
-        return total, predicted
+        loss = scale * target + (0.0 if teacher is None else teacher.scale) * divergence
+        sums = (target.clone(), plain.clone(), divergence.clone(), (predicted == labels).sum(), predicted)
+        ctx.mark_non_differentiable(*sums)
+        return loss, *sums
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_x, grad_weight = ctx.saved_tensors
         scale = grads[0]
         return (
             None if grad_x is None else grad_x * scale.to(grad_x.dtype),
             None if grad_weight is None else grad_weight * scale.to(grad_weight.dtype),
-            None,
+            *(None,) * 4,
         )
+
+
+class _Chunk:
+    """Some rows: their losses, and the gradients of these with respect to their logits [n, V]."""
+
+    def __init__(self, logits: Tensor, label: Tensor, kind: TokenLoss) -> None:
+        self.logits, self.label, self.kind = logits, label, kind
+        warm = kind.temperature != 1.0
+        self.log_p = (logits / kind.temperature if warm else logits).log_softmax(dim=-1)
+        self.best = self.log_p.argmax(dim=-1)
+        self.losses = self.cross_entropies = -self.log_p.gather(1, label)[:, 0]
+        normaliser = logits.logsumexp(dim=-1) if warm else None
+        if normaliser is not None:
+            self.cross_entropies = normaliser - logits.gather(1, label)[:, 0]
+        if kind.smoothing:
+            self.losses = (1.0 - kind.smoothing) * self.losses - kind.smoothing * self.log_p.mean(dim=-1)
+        self.certainty = None
+        if kind.by_confidence:
+            top = (self.log_p if normaliser is None else logits).gather(1, self.best[:, None])[:, 0]
+            self.certainty = (top if normaliser is None else top - normaliser).exp()
+            self.losses = self.losses * self.certainty
+
+    def divergence(self, taught: Tensor, known: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
+        """T^2 KL(teacher || student), summed, and its gradient [n, V].
+
+        Args:
+            taught: [n, V] the teacher's logits.
+            known: [n, 1] bool.
+            temperature: T.
+        """
+        student = (self.logits / (self.kind.temperature * temperature)).log_softmax(dim=-1)
+        taught = (taught / temperature).log_softmax(dim=-1)
+        p = taught.exp()
+        values = (p * (taught - student)).sum(dim=-1, keepdim=True)
+        gradient = student.exp_().sub_(p).mul_(temperature / self.kind.temperature)
+        if known is not None:
+            values, gradient = values * known, gradient.mul_(known)
+        return temperature**2 * values.sum(), gradient
+
+    def error(self) -> Tensor:
+        """Gradient [n, V] of the summed losses; takes the place of the log-probabilities."""
+        smoothing = self.kind.smoothing
+        error = self.log_p.exp_().scatter_add_(1, self.label, self.log_p.new_full(self.label.shape, smoothing - 1.0))
+        if smoothing:
+            error.sub_(smoothing / error.shape[1])
+        if self.certainty is not None:
+            error.mul_(self.certainty[:, None])
+        return error if self.kind.temperature == 1.0 else error.div_(self.kind.temperature)

@@ -1,20 +1,22 @@
 """What multi-exit training minimises, and what it reports: sums over tokens, exit by exit. No framework in here.
 
-With w_e the weight of exit e, T_e its trained tokens in the whole global batch (all micro-batches of all data-parallel
-ranks) and d the share of distillation,
+With w_e the weight of exit e at this step, T_e its trained tokens in the whole global batch (all micro-batches of all
+data-parallel ranks), l_e,t what a token costs (`TokenLoss`: cross-entropy, unless a recipe says more) and d the share
+of distillation at temperature T,
 
-    L = sum_e w_e * [(1 - d) / |T_e| * sum_{t in T_e} CE(z_e,t , y_t) + d / |T_L| * sum_{t in T_L} KL(z_L,t || z_e,t)]
+    L = sum_e w_e * [(1 - d) / |T_e| * sum_{t in T_e} l_e,t + d / |T_L| * sum_{t in T_L} T^2 KL(z_L,t / T || z_e,t / T)]
+      + r / |T_L| * (spread of exit depths, see `offramp.train.depth_spread`)
 
 and the final exit L has d = 0. Every part of a batch therefore computes plain sums and divides by counts that are known
-before the first forward pass, so it does not matter how the batch is cut up.
+before the first forward pass, so it does not matter how the batch is cut up; the spread alone is one of a micro-batch.
 
-Legend: B batch, T time, N selected tokens, D model, V vocabulary, X exits.
+Legend: B batch, T time, N selected tokens, D model, V vocabulary, L layers, X exits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,11 +26,14 @@ from torch import Tensor, nn
 
 from offramp.common.errors import OfframpError
 from offramp.common.model.attention import Layout
+from offramp.common.model.config import ModelConfig
 from offramp.common.model.exit_head import ExitHead
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.agreement import Predictions
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
-from offramp.train.linear_cross_entropy import linear_cross_entropy
+from offramp.train.depth_spread import DepthSpread
+from offramp.train.linear_confidence import linear_max_probability
+from offramp.train.linear_cross_entropy import Teacher, TokenLoss, TokenSums, linear_cross_entropy
 
 
 class MicroBatch(NamedTuple):
@@ -37,17 +42,31 @@ class MicroBatch(NamedTuple):
     Attributes:
         tokens: the rows.
         exit_depths: [B, T] layers after which a token's state is frozen (fill-aware training), or None.
+        skipped_layers: [B, L] bool: layers that a row skips (layer dropout), or None.
     """
 
     tokens: TokenBatch
     exit_depths: Tensor | None = None
+    skipped_layers: Tensor | None = None
 
     def split(self, parts: int) -> list[MicroBatch]:
         """Cut into at most `parts` micro-batches whose numbers of rows differ by one at most."""
         rows, parts = self.tokens.num_rows, min(parts, self.tokens.num_rows)
         edges = [rows * part // parts for part in range(parts + 1)]
-        depths = self.exit_depths
-        return [MicroBatch(self.tokens.rows(a, b), None if depths is None else depths[a:b]) for a, b in pairwise(edges)]
+
+        def cut(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
+            return None if tensor is None else tensor[start:stop]
+
+        return [
+            MicroBatch(self.tokens.rows(a, b), cut(self.exit_depths, a, b), cut(self.skipped_layers, a, b))
+            for a, b in pairwise(edges)
+        ]
+
+    def layout(self, config: ModelConfig) -> Layout:
+        """How the rows lie, for a model of this configuration."""
+        return Layout.build(
+            config, self.tokens.input_ids, self.tokens.segment_ids, self.exit_depths, skipped_layers=self.skipped_layers
+        )
 
     def trained(self, exit_layer: int) -> Tensor:
         """[B, T] bool: the tokens that the exit after `exit_layer` is trained on.
@@ -60,15 +79,21 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """Weights of the exits.
+    """What one step minimises.
 
     Attributes:
-        weights: exit layer -> weight, the final exit last.
+        weights: exit layer -> weight w_e, the final exit last.
         distill: d above, in [0, 1].
+        distill_temperature: T above.
+        token_losses: exit layer -> what a token costs there; plain cross-entropy where absent.
+        depth_spread: penalty on the spread of exit depths.
     """
 
     weights: Mapping[int, float]
     distill: float = 0.0
+    distill_temperature: float = 1.0
+    token_losses: Mapping[int, TokenLoss] = field(default_factory=dict)
+    depth_spread: DepthSpread | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.distill <= 1.0:
@@ -93,8 +118,15 @@ class Objective:
 
     @property
     def depth(self) -> int:
-        """Layers that have to run: up to the deepest exit with a weight, or all for the teacher of distillation."""
-        return self.final_layer if self.distill > 0.0 else self.deepest
+        """Layers that have to run: up to the deepest exit whose state is read.
+
+        Those are exits with a weight, the final one as the teacher of distillation, and all early ones for the spread
+        of depths.
+        """
+        if self.distill > 0.0:
+            return self.final_layer
+        early = self.layers[:-1]
+        return max(self.deepest, *early) if self.depth_spread is not None else self.deepest
 
     @property
     def trained_layers(self) -> tuple[int, ...]:
@@ -105,33 +137,26 @@ class Objective:
         """[X] float64: trained tokens of each exit."""
         return torch.stack([batch.trained(layer).sum() for layer in self.layers]).double()
 
-    def loss(self, layer: int, sums: ExitTerm, counts: Tensor) -> Tensor:
-        """One exit's share of L (a scalar) from its sums over some tokens and everyone's `counts` [X].
+    def mix(self, layer: int, counts: Tensor) -> Mix:
+        """How sums of one exit become its share of L, by everyone's `counts` [X].
 
         Exits without tokens have sums of zero; dividing them by one keeps the loss finite.
         """
-        index = self.layers.index(layer)
+        own, final = (float(counts[index].clamp(min=1)) for index in (self.layers.index(layer), -1))
         share = self.distill if layer != self.final_layer else 0.0
-        loss = (1.0 - share) * sums.cross_entropy / float(counts[index].clamp(min=1))
-        if share > 0.0:
-            loss = loss + share * sums.divergence / float(counts[-1].clamp(min=1))
-        return self.weights[layer] * loss
+        return Mix(1.0 - share, share * own / final, self.weights[layer] / own)
 
 
-class ExitTerm(NamedTuple):
-    """Sums over the N trained tokens of one exit, each a scalar, and what the exit says.
+class Mix(NamedTuple):
+    """An exit's share of L is factor * (target * sum of token losses + divergence * sum of divergences).
 
-    Attributes:
-        cross_entropy: in nats.
-        divergence: Kullback-Leibler divergence to the final exit in nats; zero without distillation.
-        correct: tokens whose label is the most probable one.
-        predicted: [N] the most probable tokens.
+    The two inner numbers are of the order of one whatever the batch, so that gradients made with them keep in range in
+    half precision.
     """
 
-    cross_entropy: Tensor
-    divergence: Tensor
-    correct: Tensor
-    predicted: Tensor
+    target: float
+    divergence: float
+    factor: float
 
 
 class ExitSums:
@@ -139,20 +164,26 @@ class ExitSums:
 
     Attributes:
         layers: exit layers, the final one last.
-        values: [6, X] float64: cross-entropy, divergence, correct tokens, trained tokens; then tokens where the exit
-            agrees with the final one, and those where both were asked.
+        values: [8, X] float64: token losses, cross-entropy, divergence, correct tokens, trained tokens; then tokens
+            where the exit agrees with the final one, and those where both were asked; then the spread of exit depths,
+            which is all exits' and stands in the last column.
         predictions: what the exits said since the last `compare`.
     """
 
     def __init__(self, layers: tuple[int, ...], device: torch.device, values: Tensor | None = None) -> None:
         self.layers = layers
-        self.values = torch.zeros(6, len(layers), dtype=torch.float64, device=device) if values is None else values
+        self.values = torch.zeros(8, len(layers), dtype=torch.float64, device=device) if values is None else values
         self.predictions = Predictions()
 
-    def add(self, layer: int, term: ExitTerm, count: Tensor) -> None:
+    def add(self, layer: int, term: TokenSums, count: Tensor) -> None:
         """Add one exit's sums over `count` trained tokens."""
-        column = [value.detach().to(self.values) for value in (*term[:3], count)]
-        self.values[:4, self.layers.index(layer)] += torch.stack(column)
+        _, *sums, _ = term
+        column = [value.detach().to(self.values) for value in (*sums, count)]
+        self.values[:5, self.layers.index(layer)] += torch.stack(column)
+
+    def add_spread(self, spread: Tensor) -> None:
+        """Add the spread of exit depths of a micro-batch, a sum over its tokens."""
+        self.values[7, -1] += spread.detach().to(self.values)
 
     def compare(self, final: Tensor | None) -> None:
         """Count agreement with the final exit, and forget the predictions.
@@ -160,7 +191,7 @@ class ExitSums:
         Args:
             final: [P] what the final exit says at every position since the last time; None if it was not run.
         """
-        self.values[4:] += self.predictions.compare(self.layers, final).to(self.values)
+        self.values[5:7] += self.predictions.compare(self.layers, final).to(self.values)
         self.predictions = Predictions()
 
     def report(self, objective: Objective) -> dict[str, float]:
@@ -169,30 +200,35 @@ class ExitSums:
         Early exits have `agreement_exit_06`, too, where the final exit was run: the share of tokens at which they say
         the same.
 
-        Exit losses are cross-entropies in nats per trained token; `loss` is the objective L. An exit without a weight
-        that saw no token (see `Objective.trained_layers`) has no metrics.
+        Exit losses are cross-entropies of the plain logits in nats per trained token; `loss` is the objective L. An
+        exit without a weight that saw no token (see `exit_losses`) has no metrics. `depth_spread` is there if it is
+        penalised: a mean over tokens, as a share of the model's depth.
         """
-        counts = self.values[3]
+        counts = self.values[4]
         means = (self.values / counts.clamp(min=1)).T.tolist()
         known = {
             f"{layer:02d}": mean
             for layer, mean, count in zip(self.layers, means, counts.tolist(), strict=True)
             if count > 0 or objective.weights[layer] > 0
         }
-        nobody = counts.new_empty(0)
-        total = sum(
-            float(objective.loss(layer, ExitTerm(*self.values[:3, index].unbind(), nobody), counts))
-            for index, layer in enumerate(self.layers)
-        )
+        total = 0.0
+        for layer, (target, _, divergence, *_) in zip(self.layers, self.values.T.tolist(), strict=True):
+            mix = objective.mix(layer, counts)
+            total += mix.factor * (mix.target * target + mix.divergence * divergence)
+        metrics = {}
+        if objective.depth_spread is not None:
+            metrics["depth_spread"] = means[-1][7]
+            total += objective.depth_spread.weight * means[-1][7]
         return {
             "loss": total,
-            **{f"loss_exit_{name}": loss for name, (loss, *_) in known.items()},
-            **{f"accuracy_exit_{name}": accuracy for name, (_, _, accuracy, *_) in known.items()},
+            **{f"loss_exit_{name}": mean[1] for name, mean in known.items()},
+            **{f"accuracy_exit_{name}": mean[3] for name, mean in known.items()},
             **{
                 f"agreement_exit_{layer:02d}": agreeing / asked
-                for layer, agreeing, asked in zip(self.layers[:-1], *self.values[4:, :-1].tolist(), strict=True)
+                for layer, agreeing, asked in zip(self.layers[:-1], *self.values[5:7, :-1].tolist(), strict=True)
                 if asked > 0
             },
+            **metrics,
         }
 
 
@@ -226,6 +262,13 @@ class ExitReader:
         """As `state`, but logits [N, V]."""
         return F.linear(self.state(h, mask, layout), self.unembedding)
 
+    def zero(self) -> Iterator[Tensor]:
+        """A loss of zero that gives the head's trained parameters gradients of zero, if there are any."""
+        own = () if self.head is None else self.head.parameters()
+        parts = [parameter.flatten()[0] * 0.0 for parameter in own if parameter.requires_grad]
+        if parts:
+            yield torch.stack(parts).sum()
+
 
 def exit_reader(model: MultiExitTransformer, layer: int) -> ExitReader:
     """The reader of an exit of a whole model."""
@@ -234,26 +277,6 @@ def exit_reader(model: MultiExitTransformer, layer: int) -> ExitReader:
     head = model.exits[str(layer)]
     assert isinstance(head, ExitHead)
     return ExitReader(head, model.norm if model.exit_config.head == "final" else None, model.unembedding(layer))
-
-
-def exit_term(logits: Tensor, labels: Tensor, teacher: Tensor | None = None, known: Tensor | None = None) -> ExitTerm:
-    """Sums of one exit over N tokens, in fp32 whatever the logits are.
-
-    Args:
-        logits: [N, V].
-        labels: [N].
-        teacher: [M, V] logits of the final exit, without gradient, for distillation.
-        known: [N] bool, the M of the N tokens that the teacher saw (not frozen below it).
-    """
-    log_p = logits.float().log_softmax(dim=-1)
-    divergence = log_p.new_zeros(())
-    if teacher is not None:
-        student = log_p if known is None else log_p[known]
-        divergence = F.kl_div(student, teacher.float().log_softmax(dim=-1), reduction="sum", log_target=True)
-    cross_entropy = F.nll_loss(log_p, labels, reduction="sum")
-    # Not on the logits themselves: argmax over bf16 is several times slower on CPU.
-    predicted = log_p.argmax(dim=-1)
-    return ExitTerm(cross_entropy, divergence, (predicted == labels).sum(), predicted)
 
 
 def exit_losses(
@@ -267,11 +290,12 @@ def exit_losses(
 ) -> Iterator[Tensor]:
     """The shares of L (scalars with a graph) of the exits in `states`, one at a time.
 
-    The caller may back-propagate each share before it asks for the next, so that the logits of one exit at a time are
-    alive. With distillation the final exit must be among the states.
+    The caller may back-propagate each share before it asks for the next. Logits exist for a few tokens at a time. With
+    distillation the final exit must be among the states. While training, exits without a weight are left out: their
+    heads get gradients of zero, so that optimizers and data-parallel reductions find one for every parameter.
 
     Args:
-        objective: weights.
+        objective: of this step.
         readers: of each exit in `states`.
         states: exit layer -> [B, T, D].
         batch: labels and depths.
@@ -280,28 +304,34 @@ def exit_losses(
         sums: is added to.
     """
     labels, final = batch.tokens.labels, objective.final_layer
-    distilled = objective.distill > 0.0 and len(states) > 1
-    teacher = None
-    # The teacher goes first. It is detached rather than made without gradient, since autocast would then hand its
-    # weight, cast without a graph, to the students that share it.
-    for layer in sorted(states, key=lambda layer: distilled and layer != final):
-        mask, reader = batch.trained(layer), readers[layer]
-        if distilled:
-            logits = reader(states[layer], mask, layout)
+    for layer, h in states.items():
+        reader = readers[layer]
+        if torch.is_grad_enabled() and objective.weights[layer] == 0.0:
+            yield from reader.zero()
+            continue
+        mask, mix = batch.trained(layer), objective.mix(layer, counts)
+        teacher = None
+        if mix.divergence > 0.0:
+            # Made with a graph and detached: autocast would hand weights that it cast without one to the students.
+            lesson = readers[final].state(states[final], mask, layout).detach()
             known = None if batch.exit_depths is None else batch.trained(final)[mask]
-            term = exit_term(logits, labels[mask], None if layer == final else teacher, known)
-            if layer == final:
-                teacher = logits.detach()
-            del logits
-        else:
-            state = reader.state(states[layer], mask, layout)
-            cross_entropy, predicted = linear_cross_entropy(state, reader.unembedding, labels[mask])
-            correct = (predicted == labels[mask]).sum()
-            term = ExitTerm(cross_entropy, cross_entropy.new_zeros(()), correct, predicted)
-            del state
+            weight = readers[final].unembedding.detach()
+            teacher = Teacher(lesson, weight, known, objective.distill_temperature, mix.divergence)
+        state = reader.state(h, mask, layout)
+        kind = objective.token_losses.get(layer)
+        term = linear_cross_entropy(state, reader.unembedding, labels[mask], kind, teacher, mix.target)
         sums.add(layer, term, mask.sum())
         sums.predictions.add(layer, mask, term.predicted)
-        loss = objective.loss(layer, term, counts)
-        del term
+        loss = mix.factor * term.loss
+        del term, state, teacher
         yield loss
         del loss
+    early = objective.layers[:-1]
+    if objective.depth_spread is not None and early and all(layer in states for layer in early):
+        positions = batch.tokens.generated_positions()
+        mask = (positions >= 0) & batch.trained(final)
+        read = [(readers[layer], readers[layer].state(states[layer], mask, layout)) for layer in early]
+        sure = torch.stack([linear_max_probability(state, reader.unembedding) for reader, state in read])
+        spread = objective.depth_spread(sure, early, final, positions[mask])
+        sums.add_spread(spread)
+        yield objective.depth_spread.weight / float(counts[-1].clamp(min=1)) * spread

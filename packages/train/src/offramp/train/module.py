@@ -32,11 +32,14 @@ from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.data.batch import TokenBatch
 from offramp.train.data.loader import BatchLoader
+from offramp.train.exit_weights import WeightRule
 from offramp.train.export import RECORD, make_record, plain
 from offramp.train.fill_aware import check_probabilities, draw_exit_depths
+from offramp.train.layer_dropout import LayerDropout
 from offramp.train.lora import LoraConfig, add_lora
 from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader
 from offramp.train.nonfinite import NonfiniteGuard, OnNonfinite
+from offramp.train.objective import ObjectiveConfig, RunObjective
 from offramp.train.optim import OptimizerConfig, make_optimizer
 from offramp.train.pipeline.registration import register_strategy
 from offramp.train.random_state import RandomStates
@@ -53,11 +56,13 @@ class MultiExitModule(pl.LightningModule):
 
     Args:
         checkpoint: directory with `config.json`, `exits.json` and, unless `from_scratch`, weights.
-        exit_weights: weight of each early exit in the loss, in the order of their layers; 0.3 each if None.
-        final_weight: weight of the final exit. Layers above the deepest exit with a weight are frozen, and neither
-            loaded nor run, unless weights are drawn (`from_scratch`) or the final exit teaches (`distill`).
-        distill: share of the divergence to the final exit in the loss of early exits, 0 to 1. Under
-            `deepspeed_pipeline` only where all exits lie on the last stage, since others do not see the final logits.
+        exit_weights: weight of each early exit in the loss, in the order of their layers; 0.3 each if None. Or the
+            name of a rule that weighs all exits; see `offramp.train.exit_weights`.
+        final_weight: weight of the final exit, 1 if None; a rule makes its own. Layers above the deepest exit with a
+            weight are frozen, and neither loaded nor run, unless weights are drawn (`from_scratch`) or the objective
+            reads the states of exits above it.
+        objective: how weights change over time, and what is minimised at exits beside cross-entropy.
+        layer_dropout: rows skip layers at random while training; see `offramp.train.layer_dropout`.
         fill_aware: exit layer -> probability that a target token is frozen there while training; see
             `offramp.train.fill_aware`.
         freeze: what stays as it is: names of parameters or modules, patterns of names (`layers.*.mlp.*`), or
@@ -75,9 +80,10 @@ class MultiExitModule(pl.LightningModule):
     def __init__(
         self,
         checkpoint: str,
-        exit_weights: list[float] | None = None,
-        final_weight: float = 1.0,
-        distill: float = 0.0,
+        exit_weights: list[float] | WeightRule | None = None,
+        final_weight: float | None = None,
+        objective: ObjectiveConfig | None = None,
+        layer_dropout: LayerDropout | None = None,
         fill_aware: dict[int, float] | None = None,
         freeze: list[str] | None = None,
         lora: LoraConfig | None = None,
@@ -90,7 +96,9 @@ class MultiExitModule(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.checkpoint = checkpoint
-        self.exit_weights, self.final_weight, self.distill = exit_weights, final_weight, distill
+        self.exit_weights: list[float] | WeightRule | None = exit_weights
+        self.final_weight = final_weight
+        self.objective_config, self.layer_dropout = objective or ObjectiveConfig(), layer_dropout
         self.fill_aware = {int(layer): float(share) for layer, share in (fill_aware or {}).items()}
         self.freeze_patterns = list(freeze or ())
         self.lora = lora
@@ -102,7 +110,7 @@ class MultiExitModule(pl.LightningModule):
         self.model: MultiExitTransformer | None = None
         self.stages: nn.Module | None = None
         self._source: Checkpoint | None = None
-        self._objective: Objective | None = None
+        self._run_objective: RunObjective | None = None
         self._evaluated: ExitSums | None = None
         self._last_step_at: float | None = None
 
@@ -114,16 +122,17 @@ class MultiExitModule(pl.LightningModule):
         if self._source is not None:
             return
         config, exits = self._configs()
-        self._objective = make_objective(
-            exits.layers, config.num_layers, self.exit_weights, self.final_weight, self.distill
+        self._run_objective = RunObjective(
+            self.objective_config, self.exit_weights, self.final_weight, exits.layers, config.num_layers
         )
         self._source = source = self._load(config, exits)
         model = source.model.train()
         check_probabilities(self.fill_aware, model.exit_config.layers)
         backbone = [] if self.lora is None else [BACKBONE]
-        freeze_parameters(model, [*self.freeze_patterns, *backbone, *untrained(model, self._objective)])
+        widest = self._run_objective.widest
+        freeze_parameters(model, [*self.freeze_patterns, *backbone, *untrained(model, widest)])
         if self.lora is not None:
-            add_lora(model, self.lora, self._objective.deepest, self.seed)
+            add_lora(model, self.lora, widest.deepest, self.seed)
         if self.compile_layers:
             compiler = os.environ.get("CXX", "g++")
             if self.trainer.strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
@@ -154,10 +163,15 @@ class MultiExitModule(pl.LightningModule):
         return self._source
 
     @property
+    def run_objective(self) -> RunObjective:
+        """What the run minimises, step by step."""
+        assert self._run_objective is not None, "the objective is known after configure_model"
+        return self._run_objective
+
+    @property
     def objective(self) -> Objective:
-        """Weights of the exits."""
-        assert self._objective is not None, "the objective is known after configure_model"
-        return self._objective
+        """What the current optimizer step minimises."""
+        return self.run_objective.at(self.global_step)
 
     @property
     def exported_policy(self) -> ExitPolicy | None:
@@ -204,11 +218,11 @@ class MultiExitModule(pl.LightningModule):
     @override
     def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
         """The objective on a whole batch, with gradients that DDP's averaging makes those of the global batch."""
-        micro = self.prepare(batch, training=True)
-        counts = self.sum_over_ranks(self.objective.counts(micro))
-        sums = ExitSums(self.objective.layers, self.device)
-        loss = torch.stack(list(self._losses(micro, counts, sums, self.objective.trained_layers))).sum()
-        sums.compare(sums.predictions.of(self.objective.final_layer))
+        micro, objective = self.prepare(batch, training=True), self.objective
+        counts = self.sum_over_ranks(objective.counts(micro))
+        sums = ExitSums(objective.layers, self.device)
+        loss = torch.stack(list(self._losses(objective, micro, counts, sums, objective.trained_layers))).sum()
+        sums.compare(sums.predictions.of(objective.final_layer))
         self.log_training(sums, micro.tokens.input_ids.numel())
         return loss * self.trainer.world_size
 
@@ -225,13 +239,13 @@ class MultiExitModule(pl.LightningModule):
     @override
     def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the sums of this evaluation."""
-        micro = self.prepare(batch, training=False)
-        sums = ExitSums(self.objective.layers, self.device)
+        micro, objective = self.prepare(batch, training=False), self.run_objective.evaluated
+        sums = ExitSums(objective.layers, self.device)
         assert self.model is not None
-        reached = tuple(layer for layer in self.objective.layers if layer <= self.model.depth)
-        for _ in self._losses(micro, torch.ones(len(self.objective.layers)), sums, reached):
+        reached = tuple(layer for layer in objective.layers if layer <= self.model.depth)
+        for _ in self._losses(objective, micro, torch.ones(len(objective.layers)), sums, reached):
             pass
-        sums.compare(sums.predictions.of(self.objective.final_layer))
+        sums.compare(sums.predictions.of(objective.final_layer))
         self.add_evaluated(sums)
 
     @override
@@ -240,28 +254,30 @@ class MultiExitModule(pl.LightningModule):
         self.validation_step(batch, batch_idx)
 
     def _losses(
-        self, micro: MicroBatch, counts: Tensor, sums: ExitSums, exit_layers: tuple[int, ...]
+        self, objective: Objective, micro: MicroBatch, counts: Tensor, sums: ExitSums, exit_layers: tuple[int, ...]
     ) -> Iterator[Tensor]:
         model = self.model
         assert model is not None
-        layout = model.layout(micro.tokens.input_ids, micro.tokens.segment_ids, micro.exit_depths)
+        layout = micro.layout(model.config)
         h, depth, states = model.embed(micro.tokens.input_ids), 0, {}
         for layer in exit_layers:
             h, depth = model.run_layers(h, depth, layer, layout), layer
             states[layer] = h
         readers = {layer: exit_reader(model, layer) for layer in states}
-        return exit_losses(self.objective, readers, states, micro, layout, counts, sums)
+        return exit_losses(objective, readers, states, micro, layout, counts, sums)
 
     # ---- what the pipeline strategy shares
 
     def prepare(self, batch: TokenBatch, training: bool) -> MicroBatch:
-        """A batch with exit depths drawn for this step, or without in evaluation."""
+        """A batch with exit depths and skipped layers drawn for this step, or without in evaluation."""
         if not isinstance(batch, TokenBatch):
             raise OfframpError(f"{type(self).__name__} takes batches of tokens, not {type(batch).__name__}.")
-        if not training or not self.fill_aware:
+        if not training:
             return MicroBatch(batch)
-        num_layers = self.objective.final_layer
-        return MicroBatch(batch, draw_exit_depths(batch, self.fill_aware, num_layers, self.seed, self.global_step))
+        num_layers, seed, step = self.run_objective.weights.num_layers, self.seed, self.global_step
+        depths = draw_exit_depths(batch, self.fill_aware, num_layers, seed, step) if self.fill_aware else None
+        dropout = self.layer_dropout
+        return MicroBatch(batch, depths, None if dropout is None else dropout.draw(batch, num_layers, seed, step))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum over all processes."""
@@ -281,7 +297,9 @@ class MultiExitModule(pl.LightningModule):
         packed = torch.cat((sums.values.flatten(), sums.values.new_tensor([positions, elapsed])))
         *_, positions, seconds = self.sum_over_ranks(packed).tolist()
         sums = ExitSums(sums.layers, packed.device, packed[:-2].view_as(sums.values))
-        metrics = {f"train/{name}": value for name, value in sums.report(self.objective).items()}
+        objective = self.objective
+        metrics = {f"train/{name}": value for name, value in sums.report(objective).items()}
+        metrics |= {f"train/weight_exit_{layer:02d}": weight for layer, weight in objective.weights.items()}
         metrics["train/lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
         if grad_norm is not None:
             metrics["train/grad_norm"] = grad_norm
@@ -290,6 +308,7 @@ class MultiExitModule(pl.LightningModule):
         self._losses_of_step = {
             name.removeprefix("train/"): value for name, value in metrics.items() if name.startswith("train/loss")
         }
+        self._forget_all_but(metrics)
         loss = metrics.pop("train/loss")
         self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
@@ -305,6 +324,13 @@ class MultiExitModule(pl.LightningModule):
         loader = self.trainer.train_dataloader
         return loader.last_taken().samples if isinstance(loader, BatchLoader) else None
 
+    def _forget_all_but(self, metrics: dict[str, float]) -> None:
+        """Keep Lightning from logging once more what an earlier step logged and this one does not have."""
+        results: dict[str, Any] = getattr(self.trainer, "_results", None) or {}
+        for key in [key for key in results if key.startswith("training_step.train/")]:
+            if key.removeprefix("training_step.") not in metrics:
+                del results[key]
+
     def add_evaluated(self, sums: ExitSums) -> None:
         """Add sums of tokens and exits that are this rank's alone to those of the running evaluation."""
         if self._evaluated is None:
@@ -317,9 +343,10 @@ class MultiExitModule(pl.LightningModule):
         self._last_step_at = None
 
     def _end_evaluation(self, prefix: str) -> None:
-        total = self._evaluated or ExitSums(self.objective.layers, self.device)
+        objective = self.run_objective.evaluated
+        total = self._evaluated or ExitSums(objective.layers, self.device)
         total.values = self.sum_over_ranks(total.values)
-        for name, value in total.report(self.objective).items():
+        for name, value in total.report(objective).items():
             # Equal on all ranks already; sync_dist only tells Lightning that this was thought of.
             self.log(f"{prefix}/{name}", value, prog_bar=name == "loss", sync_dist=True, batch_size=1)
         self._evaluated = None
@@ -358,7 +385,7 @@ class MultiExitModule(pl.LightningModule):
             "data": None if describe is None else describe(),
             "trained_with": type(self.trainer.strategy).__name__,
         }
-        depth = self.source.config.num_layers if self.from_scratch else self.objective.depth
+        depth = self.source.config.num_layers if self.from_scratch else self.run_objective.widest.depth
         checkpoint[RECORD] = make_record(self.source, self.exported_policy, provenance, settings, depth)
         if self.lora is not None:
             checkpoint[RECORD]["lora_scale"] = self.lora.scale
@@ -376,25 +403,12 @@ class MultiExitModule(pl.LightningModule):
 
     def _load(self, config: ModelConfig, exits: ExitConfig) -> Checkpoint:
         if not self.from_scratch:
-            return load_checkpoint(self.checkpoint, dtype=torch.float32, depth=self.objective.depth)
+            return load_checkpoint(self.checkpoint, dtype=torch.float32, depth=self.run_objective.widest.depth)
         directory = Path(self.checkpoint)
         with torch.device("cpu"):
             model = MultiExitTransformer(config, exits)
             model.reset_parameters(torch.Generator().manual_seed(self.seed))
         return Checkpoint(model, read_json(directory / "config.json"), path=directory)
-
-
-def make_objective(
-    early: tuple[int, ...], num_layers: int, exit_weights: list[float] | None, final_weight: float, distill: float
-) -> Objective:
-    """The objective of a model with exits after the layers `early`; see `MultiExitModule`."""
-    weights = [0.3] * len(early) if exit_weights is None else exit_weights
-    if len(weights) != len(early):
-        raise OfframpError(
-            f"exit_weights has {len(weights)} values, but the checkpoint has {len(early)} early exits, at layers "
-            f"{list(early)}; give one for each."
-        )
-    return Objective({**dict(zip(early, weights, strict=True)), num_layers: final_weight}, distill)
 
 
 def freeze_parameters(model: MultiExitTransformer, patterns: list[str]) -> None:

@@ -23,7 +23,10 @@ from offramp.common.hf import read_json
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.cli import DEFAULT_CLASSES, EXIT_USAGE, read_configuration
-from offramp.train.module import freeze_parameters, make_objective, untrained
+from offramp.train.depth_spread import DepthSpread
+from offramp.train.exit_weights import Curriculum, WeightSchedule
+from offramp.train.module import freeze_parameters, untrained
+from offramp.train.objective import ObjectiveConfig, RunObjective
 from offramp.train.pipeline.costs import MicroBatchShape
 from offramp.train.pipeline.estimate import Estimator, Variant, compare
 from offramp.train.pipeline.filling import FillSettings
@@ -239,6 +242,8 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
     plan = plan_stages(model.config, model.exit_config, pipe, bounds, shape.labelled_share, placement, model.depth)
     if module.get("fill_aware"):
         notes.append("fill_aware: tokens frozen at an exit still count as if all layers computed them.")
+    if (module.get("objective") or {}).get("curriculum"):
+        notes.append("curriculum: every exit is planned as if each step trained it.")
     times = _times(model, shape, machine)
     replicas = _replicas(trainer, pipe, notes)
     estimator = Estimator(
@@ -320,17 +325,26 @@ def _model(section: Mapping[str, Any]) -> tuple[MultiExitTransformer, Mapping[st
         exits = ExitConfig.from_json(read_json(directory / EXITS_JSON)["exits"])
     with torch.device("meta"):
         model = MultiExitTransformer(config, exits)
-    objective = make_objective(
+    objective = RunObjective(
+        _objective_config(arguments.get("objective") or {}),
+        arguments.get("exit_weights"),
+        arguments.get("final_weight"),
         exits.layers,
         config.num_layers,
-        arguments.get("exit_weights"),
-        float(arguments.get("final_weight", 1.0)),
-        float(arguments.get("distill") or 0.0),
-    )
+    ).widest
     if not arguments.get("from_scratch"):
         model.drop_layers_above(objective.depth)
     freeze_parameters(model, [*(arguments.get("freeze") or ()), *untrained(model, objective)])
     return model, arguments
+
+
+def _objective_config(section: Mapping[str, Any]) -> ObjectiveConfig:
+    parts = {"schedule": WeightSchedule, "curriculum": Curriculum, "depth_spread": DepthSpread}
+    values = dict(section)
+    for name, kind in parts.items():
+        if values.get(name) is not None:
+            values[name] = kind(**values[name])
+    return ObjectiveConfig(**values)
 
 
 def _strategy(value: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Layout:
         mask: [B, 1, T, T] bool, True where the query (third axis) sees the key; None is plain causal.
         exit_depths: [B, T] layers after which a token's state stays as it is; None: no token is frozen. Upper layers
             make their keys and values from the frozen state, which is what *saturated KV fill* does when serving.
+        skipped_layers: [B, L] bool: layers that leave a row as it is (LayerSkip's layer dropout); None: no layer does.
     """
 
     positions: Tensor
@@ -34,6 +35,7 @@ class Layout:
     sin: Tensor
     mask: Tensor | None
     exit_depths: Tensor | None
+    skipped_layers: Tensor | None = None
 
     @classmethod
     def build(
@@ -43,6 +45,7 @@ class Layout:
         segment_ids: Tensor | None = None,
         exit_depths: Tensor | None = None,
         rope_length: int | None = None,
+        skipped_layers: Tensor | None = None,
     ) -> Layout:
         """Lay out a batch.
 
@@ -53,6 +56,7 @@ class Layout:
             exit_depths: [B, T], see the class.
             rope_length: tokens the rotary frequencies are made for (dynamic scaling); those of the longest segment if
                 None.
+            skipped_layers: [B, L], see the class.
         """
         batch, time = input_ids.shape
         device = input_ids.device
@@ -71,7 +75,7 @@ class Layout:
         if config.rope.type == "dynamic" and not length:
             length = int(positions.max()) + 1  # waits for the device, so only where it matters
         cos, sin = rotary_tables(inverse_frequencies(config.rope, config.head_dim, length), positions)
-        return cls(positions, cos, sin, None if mask is None else mask[:, None], exit_depths)
+        return cls(positions, cos, sin, None if mask is None else mask[:, None], exit_depths, skipped_layers)
 
 
 class Attention(nn.Module):

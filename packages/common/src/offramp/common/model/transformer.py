@@ -168,8 +168,14 @@ class MultiExitTransformer(nn.Module):
 
 
 def run_layer(block: nn.Module, h: Tensor, index: int, layout: Layout) -> Tensor:
-    """Run layer `index` + 1 on states [B, T, D]; frozen tokens keep theirs and still lend keys and values."""
+    """Run layer `index` + 1 on states [B, T, D].
+
+    Frozen tokens keep their states and still lend keys and values; rows that skip the layer keep theirs, too.
+    """
     y = block(h, layout)
+    if layout.skipped_layers is not None:
+        # Not left out, so that shapes are fixed and every parameter gets a gradient.
+        y = torch.where(layout.skipped_layers[:, index, None, None], h, y)
     if layout.exit_depths is None:
         return y
     return torch.where((layout.exit_depths <= index)[..., None], h, y)

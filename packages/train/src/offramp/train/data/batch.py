@@ -44,3 +44,24 @@ class TokenBatch(NamedTuple):
     def rows(self, start: int, stop: int) -> TokenBatch:
         """Rows `start` up to `stop`: a micro-batch."""
         return TokenBatch(*(tensor[start:stop] for tensor in self))
+
+    def generated(self) -> torch.Tensor:
+        """[B, T] bool: input tokens that a served model would have generated.
+
+        Those are the tokens with a label whose predecessor in the same segment has one too: the last prompt token also
+        predicts a target.
+        """
+        labelled = self.labels != IGNORED_LABEL
+        generated = torch.zeros_like(labelled)
+        same_segment = self.segment_ids[:, 1:] == self.segment_ids[:, :-1]
+        generated[:, 1:] = labelled[:, 1:] & labelled[:, :-1] & same_segment
+        return generated
+
+    def generated_positions(self) -> torch.Tensor:
+        """[B, T]: how many tokens of its segment were generated before this one; -1 where none was generated."""
+        mask = self.generated()
+        starts = torch.ones_like(mask)
+        starts[:, 1:] = self.segment_ids[:, 1:] != self.segment_ids[:, :-1]
+        done = mask.cumsum(dim=1)  # this one included
+        before = torch.where(starts, done - mask.long(), 0).cummax(dim=1).values
+        return torch.where(mask, done - before - 1, -1)

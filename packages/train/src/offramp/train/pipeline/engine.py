@@ -147,7 +147,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
     """Runs one optimizer step, or one evaluation, over a list of micro-batches.
 
     Attributes:
-        objective: weights of the exits; set it before the first step.
+        objective: of the next step or evaluation; set it before.
         autocast_dtype: None computes in the parameters' dtype.
         fp16_scale: on losses under fp16, or None (`loss_scale` is a method of the parent).
         overflowed: whether the last step was skipped because the scale was too high.
@@ -271,9 +271,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
 
     def _forward(self, micro_batch: int, exchange: Exchange) -> None:
         micro, operation = self._queue[micro_batch], Operation("forward", micro_batch)
-        layout = Layout.build(
-            self.module.stage.plan.config, micro.tokens.input_ids, micro.tokens.segment_ids, micro.exit_depths
-        )
+        layout = micro.layout(self.module.stage.plan.config)
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
         x = micro.tokens.input_ids

@@ -128,9 +128,8 @@ def arrange(batch: MicroBatch, schedule: Schedule, seed: int, step: int) -> list
     """
     order = torch.randperm(batch.tokens.num_rows, generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
     order = order.to(batch.tokens.input_ids.device)
-    depths = batch.exit_depths
     tokens = TokenBatch(*(tensor[order] for tensor in batch.tokens))
-    mixed = MicroBatch(tokens, None if depths is None else depths[order])
+    mixed = MicroBatch(tokens, *(None if tensor is None else tensor[order] for tensor in batch[1:]))
     return mixed.split(schedule.micro_batches + schedule.inserted)
 
 

@@ -35,6 +35,7 @@ from offramp.common.errors import OfframpError
 from offramp.common.hf import read_json
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.export import STAGES
+from offramp.train.losses import Objective
 from offramp.train.module import MultiExitModule
 from offramp.train.pipeline import checkpoints
 from offramp.train.pipeline.costs import MicroBatchShape
@@ -230,14 +231,13 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         module = self.module
         if type(module).training_step is not MultiExitModule.training_step:
             raise OfframpError(f"{type(module).__name__} does not run on {NAME}; train it with strategy: auto or ddp.")
-        if module.objective.distill > 0.0:
-            plan = cast("StageModule", module.stages).stage.plan
-            early = [layer for stage in range(self.pipe - 1) for layer in plan.exits_of(stage)]
-            if early:
-                raise OfframpError(
-                    f"distill {module.objective.distill} needs the final logits, which the exits {early} before the "
-                    "last stage do not see; set distill to 0, or choose stage_bounds before the first of them."
-                )
+        objective = module.run_objective.evaluated
+        check_objective(objective, cast("StageModule", module.stages).stage.plan)
+        if objective.depth_spread is not None and self.fill_settings is not None:
+            raise OfframpError(
+                "depth_spread is no sum over rows, so partial micro-batches in the bubbles would bias it; leave it or "
+                "fill_bubbles out."
+            )
         super().setup(trainer)
 
     @property
@@ -280,7 +280,6 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             config.pop("zero_optimization")
         self._engine = engine = make_engine(cast("StageModule", self.module.stages), config, optimizer)
         engine.links.limit_to(timedelta(minutes=self.timeout_minutes))
-        engine.objective = self.module.objective
         engine.autocast_dtype = PRECISIONS[str(self.precision_plugin.precision)]
         engine.fp16_scale = LossScale() if engine.autocast_dtype == torch.float16 else None
         return engine
@@ -305,7 +304,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
                 "batch or lower micro_batches."
             )
         micro = module.prepare(batch, training=True)
-        counts = module.objective.counts(micro)
+        engine.objective = module.objective
+        counts = engine.objective.counts(micro)
         if self.data_parallel_size > 1:
             dist.all_reduce(counts, group=engine.grid.get_data_parallel_group())
         scale = None if engine.fp16_scale is None else engine.fp16_scale.value  # of this step
@@ -339,6 +339,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     def validation_step(self, batch: Any, *args: Any) -> None:
         """Forward of a batch of any shape."""
         micro = self.module.prepare(batch, training=False)
+        self.engine.objective = self.module.run_objective.evaluated
         self.module.add_evaluated(self.engine.eval_batch(micro.split(self.micro_batches)))
 
     @override
@@ -395,3 +396,21 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             "data_parallel": self.data_parallel_size,
             "zero_stage": self.zero_stage,
         }
+
+
+def check_objective(objective: Objective, plan: StagePlan) -> None:
+    """Raise `OfframpError` if the objective needs exits together that lie on different stages."""
+    early = {stage: layers for stage in range(plan.num_stages) if (layers := plan.exits_of(stage))}
+    before = [layer for stage, layers in early.items() if stage < plan.num_stages - 1 for layer in layers]
+    if objective.distill > 0.0 and before:
+        raise OfframpError(
+            f"distill {objective.distill} needs the final logits, which the exits {before} before the last stage do "
+            "not see; set distill to 0, or choose stage_bounds before the first of them."
+        )
+    if objective.depth_spread is not None:
+        apart = [list(layers) for layers in early.values() if set(layers) - {objective.final_layer}]
+        if len(apart) > 1:
+            raise OfframpError(
+                f"depth_spread compares early exits with each other, but the stages hold those of {apart}; choose "
+                "stage_bounds that leave all of them on one stage, or leave depth_spread out."
+            )

@@ -21,7 +21,8 @@ from offramp.common.model.block import Block
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.exit_head import ExitHead
 from offramp.common.model.norm import RMSNorm
-from offramp.train.losses import ExitReader, exit_term
+from offramp.train.linear_cross_entropy import linear_cross_entropy
+from offramp.train.losses import ExitReader
 from offramp.train.pipeline.costs import MicroBatchShape, head_cost, layer_cost
 
 BACKWARD_PER_FORWARD = 2.0
@@ -181,7 +182,7 @@ def profiled(
         return _profile(run, shape.mixed, device, repeats)
 
     def loss(reader: ExitReader) -> Callable[[], Tensor]:
-        return lambda: exit_term(reader(states, mask, layout), labels).cross_entropy
+        return lambda: linear_cross_entropy(reader.state(states, mask, layout), reader.unembedding, labels).loss
 
     heads = {} if early is None else dict.fromkeys(exits.layers, measured(loss(early)))
     return ModuleTimes(

@@ -1,0 +1,70 @@
+"""The largest probability of softmax(`x @ weight.T`) without the logits, and its gradient: a few rows at a time.
+
+Legend: N tokens, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from offramp.train.linear_cross_entropy import CHUNK_ROWS
+
+
+def linear_max_probability(x: Tensor, weight: Tensor) -> Tensor:
+    """max_v softmax(x @ weight.T)_v for each token: [N], in fp32, or fp64 if the logits are.
+
+    Under autocast the products are computed in its type. The backward pass computes the logits once more.
+
+    Args:
+        x: [N, D].
+        weight: [V, D].
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+    return cast("Tensor", _LinearMaxProbability.apply(x, weight))
+
+
+class _LinearMaxProbability(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        out = x.new_empty(len(x), dtype=_exact(x))
+        with torch.autocast(x.device.type, enabled=False):
+            for rows in _chunks(x):
+                logits = (x[rows] @ weight.T).to(out.dtype)
+                out[rows] = (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp()
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad
+        grad_x = torch.empty_like(x) if wants_x else None
+        grad_weight = torch.zeros_like(weight, dtype=_exact(x)) if wants_weight else None
+        with torch.autocast(x.device.type, enabled=False):
+            for rows in _chunks(x):
+                own = x[rows]
+                p = (own @ weight.T).to(_exact(x)).softmax(dim=-1)
+                top, best = p.max(dim=-1, keepdim=True)
+                # d p_best / d z = p_best * (one-hot(best) - p)
+                factor = top * grads[0][rows, None]
+                error = p.mul_(-factor).scatter_add_(1, best, factor).to(x.dtype)
+                if grad_x is not None:
+                    torch.mm(error, weight, out=grad_x[rows])
+                if grad_weight is not None:
+                    grad_weight += error.T @ own
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _chunks(x: Tensor) -> list[slice]:
+    return [slice(start, start + CHUNK_ROWS) for start in range(0, len(x), CHUNK_ROWS)]
