@@ -194,8 +194,9 @@ def _logits(model: MultiExitTransformer, ids: Tensor, layout: Layout, skipped: T
         return model(ids, layout).logits
     rows: list[dict[int, Tensor]] = []
     for row in range(len(ids)):
-        parts = {name: getattr(layout, name) for name in ("positions", "cos", "sin", "mask", "exit_depths")}
-        own = Layout(**{name: None if part is None else part[row : row + 1] for name, part in parts.items()})
+        mask, depths = (None if part is None else part[row : row + 1] for part in (layout.mask, layout.exit_depths))
+        positions, cos, sin = (part[row : row + 1] for part in (layout.positions, layout.cos, layout.sin))
+        own = Layout(positions, cos, sin, mask, depths)
         h, logits = model.embed(ids[row : row + 1]), {}
         for layer in range(1, LAYERS + 1):
             if not skipped[row, layer - 1]:

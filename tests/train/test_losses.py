@@ -42,8 +42,8 @@ def test_objective_by_hand() -> None:
 
 
 def term_of(target: float, cross_entropy: float, divergence: float, correct: int) -> TokenSums:
-    sums = torch.tensor([0.0, target, cross_entropy, divergence, float(correct)])
-    return TokenSums(*sums, torch.empty(0))
+    loss, *sums = (torch.tensor(value) for value in (0.0, target, cross_entropy, divergence, correct))
+    return TokenSums(loss, sums[0], sums[1], sums[2], sums[3], torch.empty(0))
 
 
 def test_frozen_tokens_train_only_the_exits_they_reach() -> None:

@@ -308,7 +308,7 @@ class MultiExitModule(pl.LightningModule):
         self._losses_of_step = {
             name.removeprefix("train/"): value for name, value in metrics.items() if name.startswith("train/loss")
         }
-        self._forget_all_but(metrics)
+        self._forget_exits_without(metrics)
         loss = metrics.pop("train/loss")
         self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
@@ -324,10 +324,10 @@ class MultiExitModule(pl.LightningModule):
         loader = self.trainer.train_dataloader
         return loader.last_taken().samples if isinstance(loader, BatchLoader) else None
 
-    def _forget_all_but(self, metrics: dict[str, float]) -> None:
-        """Keep Lightning from logging once more what an earlier step logged and this one does not have."""
+    def _forget_exits_without(self, metrics: dict[str, float]) -> None:
+        """Keep Lightning from logging once more what an exit had in an earlier step and does not have in this one."""
         results: dict[str, Any] = getattr(self.trainer, "_results", None) or {}
-        for key in [key for key in results if key.startswith("training_step.train/")]:
+        for key in [key for key in results if key.startswith("training_step.train/") and "_exit_" in key]:
             if key.removeprefix("training_step.") not in metrics:
                 del results[key]
 
