@@ -20,7 +20,9 @@ class Draws(pl.Callback):
             np.random.rand()
             random.random()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(  # pyright: ignore[reportIncompatibleMethodOverride] - only the first is read
+        self, trainer: pl.Trainer, *args: Any
+    ) -> None:
         drawn = [float(torch.rand(())), np.random.rand(), random.random()]
         with (Path(trainer.default_root_dir) / f"draws-{trainer.global_rank}").open("a") as file:
             file.write(f"{trainer.global_step - 1} {drawn}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,29 +113,29 @@ FOUR_PROCESSES = {
 }
 
 
-_UNTIED = {"tied_exits": False, "tied_embeddings": False}
+_UNTIED = Case(tied_exits=False, tied_embeddings=False)
 FILLED = {
-    "two stages": (2, Case(**_UNTIED, exits=(1, 2), bounds=(2,), rows=9, fill=((1, 0), (0, 1)))),
+    "two stages": (2, replace(_UNTIED, exits=(1, 2), bounds=(2,), rows=9, fill=((1, 0), (0, 1)))),
     "two stages, cool-down only, an exit at the end": (
-        2, Case(**_UNTIED, exits=(2,), bounds=(2,), exit_placement="same_stage", micro_batches=1, fill=((), (0, 2)))
+        2, replace(_UNTIED, exits=(2,), bounds=(2,), exit_placement="same_stage", micro_batches=1, fill=((), (0, 2)))
     ),
     "four stages": (
-        4, Case(**_UNTIED, exits=(1, 2), exit_placement="same_stage", rows=11, fill=((2, 1, 0, 0), (0, 0, 1, 2)))
+        4, replace(_UNTIED, exits=(1, 2), exit_placement="same_stage", rows=11, fill=((2, 1, 0, 0), (0, 0, 1, 2)))
     ),
     "four stages, both kinds on some": (
-        4, Case(**_UNTIED, exits=(1, 2, 3), micro_batches=2, rows=9, fill=((3, 2, 2, 0), (0, 1, 2, 3)),
+        4, replace(_UNTIED, exits=(1, 2, 3), micro_batches=2, rows=9, fill=((3, 2, 2, 0), (0, 1, 2, 3)),
                 fill_aware={2: 0.3})
     ),
     "four stages, checkpointing, ZeRO-1": (
-        4, Case(**_UNTIED, exits=(2,), micro_batches=5, rows=10, fill=((1, 1, 1, 0), (0, 0, 1, 2)), zero_stage=1,
+        4, replace(_UNTIED, exits=(2,), micro_batches=5, rows=10, fill=((1, 1, 1, 0), (0, 0, 1, 2)), zero_stage=1,
                 checkpoint_activations=True)
     ),
     "four stages, frozen first layers": (
-        4, Case(**_UNTIED, exits=(2,), micro_batches=4, rows=9, fill=((1, 1, 1, 0), (0, 0, 1, 2)),
+        4, replace(_UNTIED, exits=(2,), micro_batches=4, rows=9, fill=((1, 1, 1, 0), (0, 0, 1, 2)),
                 frozen=("embed_tokens", "layers.0"))
     ),
     "two stages, two replicas": (
-        2, Case(**_UNTIED, exits=(1,), bounds=(2,), micro_batches=2, rows=7, fill=((1, 0), (0, 1)))
+        2, replace(_UNTIED, exits=(1,), bounds=(2,), micro_batches=2, rows=7, fill=((1, 0), (0, 1)))
     ),
 }  # fmt: skip
 
