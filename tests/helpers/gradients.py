@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -55,6 +56,8 @@ class Case:
     overflows: int | None = None
     frozen: tuple[str, ...] = ()
     rows: int = 7
+    tensor: int = 1
+    double: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def run_objective(self) -> RunObjective:
@@ -71,7 +74,7 @@ class Case:
         model = tiny_model(exits, num_hidden_layers=LAYERS, tie_word_embeddings=self.tied_embeddings, **self.overrides)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(self.frozen))
-        return model
+        return model.double() if self.double else model
 
     def batch(self, replica: int) -> MicroBatch:
         """Rows of one data-parallel rank: prompts of different length, so the numbers of targets are uneven."""
@@ -229,13 +232,13 @@ def _spread(settings: DepthSpread, logits: dict[int, Tensor], labels: Tensor, se
     total = torch.zeros(())
     for group in groups.values():
         depths = torch.stack(group)
-        power = torch.logsumexp(settings.sharpness * depths, 0) - torch.log(torch.tensor(float(len(group))))
+        power = torch.logsumexp(settings.sharpness * depths, 0) - math.log(len(group))
         total = total + len(group) * (power / settings.sharpness - depths.mean())
     return total / (labels != IGNORED_LABEL).sum()
 
 
 def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
-    """In each process: this stage's gradients before the optimizer step, and what the engine reports.
+    """In each process: its gradients before the optimizer step, what they are slices of, and what the engine reports.
 
     Args:
         cases: number of stages, and what to train on them.
@@ -255,7 +258,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
     for num_stages, case in cases:
         model = case.model()
         plan = plan_stages(model.config, model.exit_config, num_stages, case.bounds, exit_placement=case.exit_placement)
-        module = StageModule(model, plan, case.checkpoint_activations)
+        module = StageModule(model, plan, case.tensor, case.checkpoint_activations)
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -286,7 +289,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
                 EarlyExitPipelineEngine._step(self)
 
         engine._step = MethodType(step, engine)
-        replicas = dist.get_world_size() // num_stages
+        replicas = dist.get_world_size() // (num_stages * case.tensor)
         parts = [case.batch(replica) for replica in range(replicas)]
         counts = torch.stack([engine.objective.counts(part) for part in parts]).sum(0)
         micro = parts[engine.grid.data_parallel_id].split(case.micro_batches)
@@ -320,6 +323,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
         answers.append(
             {
                 "gradients": gradients,
+                "slices": {} if module.sharding is None else module.sharding.slices,
                 "train": reports[1],
                 "eval": reports[0],
                 "norm": engine.grad_norm,

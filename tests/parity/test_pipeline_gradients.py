@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from helpers.gradients import Case, filled_oracle, oracle, pipeline
 from helpers.processes import run_processes
@@ -99,6 +101,43 @@ TWO_STAGES = {
     ),
     "qwen3": Case(overrides={"model_type": "qwen3", "head_dim": 16}),
 }
+SHARED_STAGE = {
+    "tied": Case(),
+    "untied embeddings": Case(tied_embeddings=False),
+    "nothing tied": Case(tied_exits=False, tied_embeddings=False),
+    "exits after every layer, shared final norm": Case(exits=(1, 2, 3), head="final"),
+    "bare exits": Case(head="bare"),
+    "exit MLPs": Case(head="mlp", tied_exits=False),
+    "exit blocks": Case(head="block"),
+    "adapters": Case(head="adapter"),
+    "fill-aware": Case(fill_aware={1: 0.3, 2: 0.3}),
+    "ZeRO-1": Case(zero_stage=1),
+    "clipping": Case(clip=0.5),
+    "clipping, nothing tied, ZeRO-1": Case(clip=0.5, tied_exits=False, tied_embeddings=False, zero_stage=1),
+    "frozen backbone": Case(head="adapter", frozen=("embed_tokens", "layers", "norm")),
+    "frozen heads": Case(frozen=("embed_tokens", "exits", "norm")),
+    "distillation at a temperature": Case(
+        exits=(2, 3), objective=ObjectiveConfig(distill=0.4, distill_temperature=2.0), fill_aware={2: 0.3, 3: 0.2}
+    ),
+    "smoothing, temperature, weights by confidence": Case(
+        objective=ObjectiveConfig(temperature={1: 1.7}, label_smoothing=0.1, token_weights="confidence")
+    ),
+    "depth spread": Case(
+        objective=ObjectiveConfig(depth_spread=DepthSpread(weight=0.7, threshold=0.4)), micro_batches=1
+    ),
+    "qwen2, an odd vocabulary": Case(overrides={"model_type": "qwen2", "vocab_size": 301}),
+    "qwen3": Case(overrides={"model_type": "qwen3", "head_dim": 16}),
+    "qwen3, one key/value head": Case(
+        overrides={"model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 1}, clip=0.5
+    ),
+    "one key/value head, biases, ZeRO-1": Case(
+        overrides={"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}, zero_stage=1
+    ),
+    "three key/value heads, an odd feed-forward": Case(
+        overrides={"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "intermediate_size": 65}
+    ),
+    "a vocabulary beyond 32,000, not even": Case(exits=(1,), overrides={"vocab_size": 33_001, "hidden_size": 16}),
+}
 FOUR_PROCESSES = {
     "two stages, two replicas": (2, Case(fill_aware={1: 0.3, 2: 0.3})),
     "two stages, two replicas, ZeRO-1": (2, Case(zero_stage=1, tied_embeddings=False)),
@@ -110,7 +149,36 @@ FOUR_PROCESSES = {
     "four stages": (4, Case(exits=(1, 3))),
     "four stages, one without exits": (4, Case(exits=(1,), zero_stage=1, micro_batches=2)),
     "four stages, clipping, shared norm": (4, Case(exits=(1, 3), head="final", clip=0.5)),
+    "two shared stages": (2, Case(tensor=2, clip=0.5)),
+    "two shared stages, nothing tied": (2, Case(tensor=2, tied_exits=False, tied_embeddings=False)),
+    "two shared stages, shared norm, ZeRO-1": (2, Case(tensor=2, exits=(1, 2, 3), head="final", zero_stage=1)),
+    "two shared stages, checkpointing, fill-aware": (
+        2, Case(tensor=2, head="block", checkpoint_activations=True, fill_aware={1: 0.3, 2: 0.3}),
+    ),
+    "two shared stages, qwen3, odd vocabulary": (
+        2, Case(tensor=2, overrides={"model_type": "qwen3", "num_key_value_heads": 1, "vocab_size": 301}, clip=0.5),
+    ),
+    "two shared stages, frozen backbone": (
+        2, Case(tensor=2, head="adapter", frozen=("embed_tokens", "layers", "norm"), clip=0.5),
+    ),
+    "four ranks share a stage of two key/value heads": (1, Case(tensor=4, clip=0.5)),
+    "a shared stage, two replicas": (1, Case(tensor=2, clip=0.5)),
+}  # fmt: skip
+EIGHT_PROCESSES = {
+    "tied, clipping": (2, Case(tensor=2, clip=0.5)),
+    "untied embeddings, ZeRO-1": (2, Case(tensor=2, tied_embeddings=False, zero_stage=1, micro_batches=2)),
 }
+FP32 = {name: TWO_STAGES[name] for name in ("tied", "nothing tied", "exit blocks", "ZeRO-1", "qwen3")}
+
+
+def run(world: int, cases: Mapping[str, tuple[int, Case]], timeout_s: float = 600) -> dict[str, list[dict[str, Any]]]:
+    answers = run_processes(pipeline, world, list(cases.values()), timeout_s=timeout_s)
+    return {name: [answer[index] for answer in answers] for index, name in enumerate(cases)}
+
+
+def in_fp64(cases: Mapping[str, tuple[int, Case]]) -> dict[str, tuple[int, Case]]:
+    """All but those with ZeRO, which takes no fp64."""
+    return {name: (pipe, replace(case, double=not case.zero_stage)) for name, (pipe, case) in cases.items()}
 
 
 _UNTIED = Case(tied_exits=False, tied_embeddings=False)
@@ -152,23 +220,50 @@ SCALED = {
 
 @pytest.fixture(scope="module")
 def two_stages() -> dict[str, list[dict[str, Any]]]:
-    answers = run_processes(pipeline, 2, [(2, case) for case in TWO_STAGES.values()], timeout_s=900)
-    return {name: [answer[index] for answer in answers] for index, name in enumerate(TWO_STAGES)}
+    return run(2, in_fp64({name: (2, case) for name, case in TWO_STAGES.items()}))
+
+
+@pytest.fixture(scope="module")
+def shared_stage() -> dict[str, list[dict[str, Any]]]:
+    return run(2, in_fp64({name: (1, replace(case, tensor=2)) for name, case in SHARED_STAGE.items()}))
+
+
+def errors(
+    answers: list[dict[str, Any]], expected: Mapping[str, Tensor], norm: float, factor: float = 1.0
+) -> dict[str, float]:
+    """Of each parameter's gradient, relative to its norm; gradients next to nothing are measured by the whole one."""
+    worst = dict.fromkeys(expected, -1.0)
+    for answer in answers:
+        for name, gradient in answer["gradients"].items():
+            exact = expected[name] * factor
+            if name in answer["slices"]:
+                exact = answer["slices"][name].of(exact)
+            error = float((gradient.double() - exact).norm() / exact.norm().clamp(min=1e-3 * factor * norm))
+            worst[name] = max(worst[name], error)
+    return worst
 
 
 def check(case: Case, answers: list[dict[str, Any]], replicas: int) -> None:
-    gradients, report = oracle(case, replicas)
-    seen: set[str] = set()
+    gradients, report = oracle(replace(case, double=True), replicas)
+    bound, close = (fp32_bound(case, replicas, gradients, report["norm"]), 1e-6) if case.zero_stage else (1e-12, 1e-12)
+    scale = min(1.0, case.clip / (report["norm"] + 1e-6)) if case.clip and not case.zero_stage else 1.0
+    found = errors(answers, gradients, report["norm"], scale)
+    assert min(found.values()) >= 0.0, "a trained parameter lies on no stage"
+    name = max(found, key=lambda name: found[name])
+    assert found[name] < bound, f"{name}: {found[name]}"
+    check_reports(case, answers, report, close)
+
+
+def fp32_bound(case: Case, replicas: int, exact: Mapping[str, Tensor], norm: float) -> float:
+    """One process in fp32 is 1e-6 to 3e-6 away from fp64 itself on these models, so nothing smaller can be asked."""
+    single, _ = oracle(case, replicas)
+    return max(1e-6, 2.0 * max(errors([{"gradients": single, "slices": {}}], exact, norm).values()))
+
+
+def check_reports(case: Case, answers: list[dict[str, Any]], report: dict[str, float], close: float) -> None:
     weights = case.run_objective().weights.at(case.step)
-    scale = min(1.0, case.clip / (report["norm"] + 1e-6)) if case.clip else 1.0
     for answer in answers:
-        for name, gradient in answer["gradients"].items():
-            seen.add(name)
-            expected = gradients[name] * (1.0 if case.zero_stage else scale)
-            error = float((gradient - expected).norm() / expected.norm().clamp(min=1e-3 * report["norm"]))
-            # The oracle itself is 2e-6 away from what fp64 gives; that the sums are right in fp64 is tested elsewhere.
-            assert error < 3e-6, f"{name}: {error}"
-        assert answer["norm"] == pytest.approx(report["norm"], rel=1e-6)
+        assert answer["norm"] == pytest.approx(report["norm"], rel=close)
         assert answer["finite"]
         for kind in ("train", "eval"):
             # Training leaves exits without a weight out.
@@ -176,8 +271,7 @@ def check(case: Case, answers: list[dict[str, Any]], replicas: int) -> None:
             assert {f"agreement_exit_{layer:02d}" for layer in asked} <= set(answer[kind])
             for name, value in answer[kind].items():
                 if name.startswith(("loss", "agreement")):
-                    assert value == pytest.approx(report[name], rel=1e-5), f"{kind} {name}"
-    assert seen == set(gradients), "a trained parameter lies on no stage"
+                    assert value == pytest.approx(report[name], rel=10 * close), f"{kind} {name}"
 
 
 @pytest.mark.slow
@@ -239,7 +333,32 @@ def test_a_loss_scale_changes_no_bit_and_an_overflow_anywhere_skips_the_step_eve
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED_STAGE)
+def test_a_stage_shared_by_two_ranks_equals_one_process(
+    name: str, shared_stage: dict[str, list[dict[str, Any]]]
+) -> None:
+    check(SHARED_STAGE[name], shared_stage[name], replicas=1)
+
+
+@pytest.mark.slow
 def test_four_processes_equal_one() -> None:
-    answers = run_processes(pipeline, 4, list(FOUR_PROCESSES.values()), timeout_s=900)
-    for index, (num_stages, case) in enumerate(FOUR_PROCESSES.values()):
-        check(case, [answer[index] for answer in answers], replicas=4 // num_stages)
+    for name, answers in run(4, in_fp64(FOUR_PROCESSES)).items():
+        pipe, case = FOUR_PROCESSES[name]
+        check(case, answers, replicas=4 // (pipe * case.tensor))
+
+
+@pytest.mark.slow
+def test_eight_processes_equal_one() -> None:
+    for name, answers in run(8, in_fp64(EIGHT_PROCESSES)).items():
+        check(EIGHT_PROCESSES[name][1], answers, replicas=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipe", "tensor"), [(2, 1), (1, 2)])
+def test_fp32_is_as_exact_as_in_one_process(pipe: int, tensor: int) -> None:
+    cases = {name: (pipe, replace(case, tensor=tensor)) for name, case in FP32.items()}
+    for name, answers in run(2, cases).items():
+        exact, report = oracle(replace(FP32[name], double=True), 1)
+        found = errors(answers, exact, report["norm"])
+        assert max(found.values()) < fp32_bound(FP32[name], 1, exact, report["norm"]), name
+        check_reports(FP32[name], answers, report, 1e-6)

@@ -33,6 +33,7 @@ CHANGING = {  # everything that depends on the step
     "layer_dropout": LayerDropout(0.5, "exponential", 6),
 }
 TWO_STAGES = {"pipe": 2, "micro_batches": 3}
+SHARED = {"pipe": 1, "tensor": 2, "micro_batches": 2, "zero_stage": 1}
 TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "pipeline": {"strategy": TWO_STAGES, "module": FILL_AWARE},
     "pipeline, second half": {"strategy": TWO_STAGES, "module": FILL_AWARE, "resume": "pipeline"},
@@ -43,6 +44,9 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
         "resume": "ZeRO-1",
     },
     "two replicas of one stage": {"strategy": {"pipe": 1, "micro_batches": 2}, "module": FILL_AWARE},
+    "a shared stage": {"strategy": SHARED, "module": FILL_AWARE},
+    "a shared stage, second half": {"strategy": SHARED, "module": FILL_AWARE, "resume": "a shared stage"},
+    "a shared stage, second half of two stages": {"strategy": SHARED, "module": FILL_AWARE, "resume": "ZeRO-1"},
     "ddp": {"strategy": "ddp", "module": FILL_AWARE},
     "changing": {"strategy": TWO_STAGES, "module": CHANGING},
     "changing, second half": {"strategy": TWO_STAGES, "module": CHANGING, "resume": "changing"},
@@ -68,6 +72,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too small a batch": ({"strategy": {"pipe": 2, "micro_batches": 5}}, "batch of 4 rows"),
     "half weights": ({"strategy": TWO_STAGES, "trainer": {"precision": "bf16-true"}}, "32-true, bf16-mixed"),
     "three stages of two processes": ({"strategy": {"pipe": 3}}, "multiple of pipe"),
+    "too many tensor ranks": ({"strategy": {"pipe": 1, "tensor": 4}}, "multiple of pipe x tensor"),
     "accumulation": ({"strategy": TWO_STAGES, "trainer": {"accumulate_grad_batches": 2}}, "micro_batches"),
     "filled bubbles with shared parameters": (
         {"strategy": {**TWO_STAGES, "fill_bubbles": True}},
@@ -116,7 +121,7 @@ def comparable(run: dict[str, Any], steps: range = range(6)) -> dict[tuple[int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pipeline", "ZeRO-1", "two replicas of one stage", "ddp"])
+@pytest.mark.parametrize("name", ["pipeline", "ZeRO-1", "two replicas of one stage", "a shared stage", "ddp"])
 def test_two_processes_log_what_one_logs(name: str, one: dict[str, Any], two: dict[str, Any]) -> None:
     expected = comparable(one)
     assert {"train/loss", "train/loss_exit_01", "train/accuracy_exit_04", "train/lr", "train/grad_norm"} <= {
@@ -144,7 +149,7 @@ def test_what_changes_with_the_step_is_the_same_in_two_processes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pipeline", "ZeRO-1", "changing"])
+@pytest.mark.parametrize("name", ["pipeline", "ZeRO-1", "a shared stage", "changing"])
 def test_resuming_is_as_if_nothing_had_happened(name: str, two: dict[str, Any]) -> None:
     whole = comparable(two[name][0], range(3, 6))
     resumed = comparable(two[f"{name}, second half"][0], range(3, 6))
@@ -178,7 +183,7 @@ def test_exports_of_any_number_of_stages_are_equal(
 ) -> None:
     whole = load_checkpoint(export_checkpoint(one["out"], tmp_path / "whole"))
     start = load_checkpoint(checkpoint)
-    for name in ("pipeline", "ZeRO-1", "two replicas of one stage", "ddp"):
+    for name in ("pipeline", "ZeRO-1", "two replicas of one stage", "a shared stage", "ddp"):
         exported = load_checkpoint(export_checkpoint(two["out"][name], tmp_path / name.replace(" ", "-")))
         for tensor, value in whole.model.state_dict().items():
             torch.testing.assert_close(exported.model.state_dict()[tensor], value, rtol=1e-3, atol=1e-4)
@@ -238,16 +243,23 @@ def test_fp16_trains_about_as_fp32_does_and_goes_on_with_its_scale(two: dict[str
 
 
 @pytest.mark.slow
+def test_a_shared_stage_goes_on_where_two_stages_stopped(two: dict[str, Any]) -> None:
+    resumed = comparable(two["a shared stage, second half of two stages"][0], range(3, 6))
+    assert resumed == pytest.approx(comparable(two["ZeRO-1"][0], range(3, 6)), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipeline", "a shared stage"])
 def test_another_number_of_stages_validates_the_same_and_resumes(
-    checkpoint: Path, two: dict[str, Any], tmp_path: Path
+    name: str, checkpoint: Path, two: dict[str, Any], tmp_path: Path
 ) -> None:
-    trained = two["out"]["pipeline"]
+    trained = two["out"][name]
     half_way = trained.with_name(f"{trained.stem}-step=3.ckpt")
     arguments = (str(checkpoint), str(trained), str(half_way), str(tmp_path / "new.ckpt"))
     answers = run_processes(validate_and_resume, 1, *arguments)
     metrics, resumed = answers[0]
-    assert metrics == pytest.approx(two["pipeline"][0]["validated"], rel=1e-5)
-    whole = comparable(two["pipeline"][0], range(3, 6))
+    assert metrics == pytest.approx(two[name][0]["validated"], rel=1e-5)
+    whole = comparable(two[name][0], range(3, 6))
     assert comparable(resumed, range(3, 6)) == pytest.approx(whole, rel=1e-4)
 
 

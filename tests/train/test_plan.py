@@ -104,9 +104,9 @@ def test_the_plan_is_that_of_the_strategy(recipe: Path, model: Path) -> None:
 
 
 def test_what_fit_would_refuse_is_refused(tmp_path: Path, model: Path) -> None:
-    unknown = write(tmp_path, model, {"tensor": 2})
+    unknown = write(tmp_path, model, {"expert": 2})
     for refuse in (lambda: plan_recipe([unknown], [TFLOPS]), lambda: build(RecipeArguments([unknown]))):
-        with pytest.raises(OfframpError, match=r"unknown configuration key 'trainer\.strategy.*tensor'"):
+        with pytest.raises(OfframpError, match=r"unknown configuration key 'trainer\.strategy.*expert'"):
             refuse()
     with pytest.raises(OfframpError, match=r"unknown configuration key 'model.curriculum'"):
         plan_recipe([write(tmp_path, model, module={"curriculum": "rotational"})], [TFLOPS])
@@ -133,6 +133,21 @@ def test_what_fit_would_refuse_is_refused(tmp_path: Path, model: Path) -> None:
 def test_faults_of_the_section_plan(recipe: Path, key: str, value: str, message: str) -> None:
     with pytest.raises(OfframpError, match=message):
         plan_recipe([recipe], [(key, value)])
+
+
+def test_tensor_ranks_share_parameters_work_and_activations(tmp_path: Path, model: Path) -> None:
+    shared = plan_recipe([write(tmp_path, model, {"pipe": 2, "tensor": 2})], [TFLOPS])
+    whole = plan_recipe([write(tmp_path, model, {"pipe": 2})], [TFLOPS])
+    assert (shared.estimator.replicas, whole.estimator.replicas) == (1, 2)
+    for half, full, norms in zip(shared.estimator.memory(), whole.estimator.memory(), (5, 6), strict=True):
+        assert half.parameters == full.parameters / 2 + 32 * norms / 2, "norms are on every rank"
+    for half, full in zip(shared.estimator.works(), whole.estimator.works(), strict=True):
+        assert half.forward == pytest.approx(full.forward / 2)
+        assert full.held / 2 < half.held < full.held
+    assert "2 stages x 1 replicas x 2 tensor ranks" in describe(shared)
+    assert any("sums" in note for note in shared.notes)
+    with pytest.raises(OfframpError, match=r"tensor is 3, but 4 query heads .* choose one of 1, 2"):
+        plan_recipe([write(tmp_path, model, {"pipe": 1, "tensor": 3})], [TFLOPS])
 
 
 def test_given_times_are_used(recipe: Path) -> None:

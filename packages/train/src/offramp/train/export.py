@@ -43,6 +43,7 @@ from offramp.common.hf import read_json, read_tensors, read_weights
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.lora import merge_lora
+from offramp.train.stage_files import read_stages
 from offramp.train.training_checkpoint import RECORD_FILE, damage
 
 RECORD = "offramp"
@@ -102,14 +103,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Sequence | set | frozenset):
         return [plain(item) for item in value]
     return str(value)
-
-
-def read_stages(directory: Path) -> dict[str, Tensor]:
-    """All parameters of a checkpoint of any number of stages, under their names in the whole model."""
-    files = sorted(directory.glob("stage_*.safetensors"))
-    if not files:
-        raise OfframpError(f"{directory} holds no stage_*.safetensors; it is not a checkpoint of deepspeed_pipeline.")
-    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
 
 
 @dataclass

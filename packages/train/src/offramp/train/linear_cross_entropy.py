@@ -6,7 +6,10 @@ cache; nothing of the size [N, V] ever exists. The gradient of a sum of cross-en
 (softmax - target), so it needs no graph, and the backward pass only scales it. The teacher of a distillation is
 computed anew for each of its students, chunk by chunk, so that its logits do not exist either.
 
-Legend: N tokens, D model, V vocabulary.
+Where ranks share the vocabulary, each does its part of every chunk: sums over tokens of the vocabulary are partial
+until the end, and ranks exchange three numbers for each row.
+
+Legend: N tokens, D model, V vocabulary (or the part of it that is this rank's).
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from offramp.train.vocabulary import VocabularyShard, largest, locate, log_softmax
 
 CHUNK_ROWS = 64
 """Rows whose logits exist at a time: fp32 logits of 50,000 tokens take 13 MB then."""
@@ -87,6 +92,7 @@ def linear_cross_entropy(
     kind: TokenLoss | None = None,
     teacher: Teacher | None = None,
     scale: float = 1.0,
+    shard: VocabularyShard | None = None,
 ) -> TokenSums:
     """Sums over tokens with logits `x @ weight.T`.
 
@@ -95,10 +101,12 @@ def linear_cross_entropy(
     Args:
         x: [N, D].
         weight: [V, D].
-        labels: [N].
+        labels: [N] in the whole vocabulary.
         kind: of the loss; plain cross-entropy if None.
         teacher: to distil from.
         scale: factor on the loss of the labels.
+        shard: the part of the vocabulary that weights are of; None is all. Everything else is the same on all ranks,
+            and so is what comes back.
     """
     device = x.device.type
     if not torch.is_grad_enabled():  # inside an autograd function nothing tells
@@ -108,25 +116,34 @@ def linear_cross_entropy(
         x, weight = x.to(dtype), weight.to(dtype)
         if teacher is not None:
             teacher = teacher._replace(state=teacher.state.to(dtype), weight=teacher.weight.to(dtype))
-    return TokenSums(*_LinearCrossEntropy.apply(x, weight, labels, kind or TokenLoss(), teacher, scale))
+    return TokenSums(*_LinearCrossEntropy.apply(x, weight, labels, kind or TokenLoss(), teacher, scale, shard))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, kind: TokenLoss, teacher: Teacher | None, scale: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        kind: TokenLoss,
+        teacher: Teacher | None,
+        scale: float,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, ...]:
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        target, plain, divergence = x.new_zeros(3, dtype=exact).unbind()
+        totals = x.new_zeros(3, dtype=exact)
+        target, plain, divergence = totals.unbind()
         predicted = torch.empty_like(labels)
         grad_x = torch.empty_like(x) if wants_x else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         with torch.autocast(x.device.type, enabled=False):
-            for start in range(0, len(x), CHUNK_ROWS):
-                rows = slice(start, start + CHUNK_ROWS)
-                own, label = x[rows], labels[rows, None]
-                chunk = _Chunk((own @ weight.T).to(exact), label, kind)
+            step = CHUNK_ROWS if shard is None else CHUNK_ROWS * shard.ranks.size
+            for start in range(0, len(x), step):
+                rows = slice(start, start + step)
+                own = x[rows]
+                chunk = _Chunk((own @ weight.T).to(exact), labels[rows, None], kind, shard)
                 target += chunk.losses.sum()
                 plain += chunk.cross_entropies.sum()
                 predicted[rows] = chunk.best
@@ -145,6 +162,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         torch.mm(error, weight, out=grad_x[rows])
                     if grad_weight is not None:
                         grad_weight += error.T @ own
+            if shard is not None:
+                shard.ranks.sum_(totals)
+                if grad_x is not None:
+                    shard.ranks.sum_(grad_x)
         # Summed over thousands of tokens it may be more than fp16 can hold, where the mean is not; so scale it first.
         if grad_weight is not None and weight.dtype != torch.float16:
             grad_weight = grad_weight.to(weight.dtype)
@@ -162,29 +183,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (
             None if grad_x is None else grad_x * scale.to(grad_x.dtype),
             None if grad_weight is None else grad_weight * scale.to(grad_weight.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
 class _Chunk:
-    """Some rows: their losses, and the gradients of these with respect to their logits [n, V]."""
+    """Some rows: their losses, and the gradients of these with respect to their logits [n, V].
 
-    def __init__(self, logits: Tensor, label: Tensor, kind: TokenLoss) -> None:
-        self.logits, self.label, self.kind = logits, label, kind
+    Where ranks share the vocabulary, `losses`, `cross_entropies` and `divergence` are this rank's terms of sums.
+    """
+
+    def __init__(self, logits: Tensor, label: Tensor, kind: TokenLoss, shard: VocabularyShard | None) -> None:
+        self.logits, self.kind, self.shard = logits, kind, shard
+        self.place, here = locate(label, shard)
+        self.here = here.to(logits.dtype)
+        self.size = logits.shape[1] if shard is None else shard.whole
         warm = kind.temperature != 1.0
-        self.log_p = (logits / kind.temperature if warm else logits).log_softmax(dim=-1)
-        self.best = self.log_p.argmax(dim=-1)
-        self.losses = self.cross_entropies = -self.log_p.gather(1, label)[:, 0]
-        normaliser = logits.logsumexp(dim=-1) if warm else None
-        if normaliser is not None:
-            self.cross_entropies = normaliser - logits.gather(1, label)[:, 0]
+        self.log_p, self.best = log_softmax(logits / kind.temperature if warm else logits, shard)
+        plain = log_softmax(logits, shard)[0] if warm else self.log_p
+        self.losses = self._minus_label(self.log_p)
+        self.cross_entropies = self._minus_label(plain) if warm else self.losses
         if kind.smoothing:
-            self.losses = (1.0 - kind.smoothing) * self.losses - kind.smoothing * self.log_p.mean(dim=-1)
+            self.losses = (1.0 - kind.smoothing) * self.losses - kind.smoothing / self.size * self.log_p.sum(dim=-1)
         self.certainty = None
         if kind.by_confidence:
-            top = (self.log_p if normaliser is None else logits).gather(1, self.best[:, None])[:, 0]
-            self.certainty = (top if normaliser is None else top - normaliser).exp()
+            self.certainty = largest(plain, shard).exp()
             self.losses = self.losses * self.certainty
+
+    def _minus_label(self, log_p: Tensor) -> Tensor:
+        return -(log_p.gather(1, self.place) * self.here)[:, 0]
 
     def divergence(self, taught: Tensor, known: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
         """T^2 KL(teacher || student), summed, and its gradient [n, V].
@@ -194,8 +221,8 @@ class _Chunk:
             known: [n, 1] bool.
             temperature: T.
         """
-        student = (self.logits / (self.kind.temperature * temperature)).log_softmax(dim=-1)
-        taught = (taught / temperature).log_softmax(dim=-1)
+        student, _ = log_softmax(self.logits / (self.kind.temperature * temperature), self.shard)
+        taught, _ = log_softmax(taught / temperature, self.shard)
         p = taught.exp()
         values = (p * (taught - student)).sum(dim=-1, keepdim=True)
         gradient = student.exp_().sub_(p).mul_(temperature / self.kind.temperature)
@@ -206,9 +233,9 @@ class _Chunk:
     def error(self) -> Tensor:
         """Gradient [n, V] of the summed losses; takes the place of the log-probabilities."""
         smoothing = self.kind.smoothing
-        error = self.log_p.exp_().scatter_add_(1, self.label, self.log_p.new_full(self.label.shape, smoothing - 1.0))
+        error = self.log_p.exp_().scatter_add_(1, self.place, (smoothing - 1.0) * self.here)
         if smoothing:
-            error.sub_(smoothing / error.shape[1])
+            error.sub_(smoothing / self.size)
         if self.certainty is not None:
             error.mul_(self.certainty[:, None])
         return error if self.kind.temperature == 1.0 else error.div_(self.kind.temperature)

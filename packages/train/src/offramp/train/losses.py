@@ -34,6 +34,7 @@ from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
 from offramp.train.depth_spread import DepthSpread
 from offramp.train.linear_confidence import linear_max_probability
 from offramp.train.linear_cross_entropy import Teacher, TokenLoss, TokenSums, linear_cross_entropy
+from offramp.train.vocabulary import VocabularyShard
 
 
 class MicroBatch(NamedTuple):
@@ -239,12 +240,14 @@ class ExitReader:
     Attributes:
         head: the exit's own modules; None at the final exit.
         norm: the model's final norm where the exit shares it.
-        unembedding: [V, D].
+        unembedding: [V, D], or the rows of `shard`.
+        shard: the part of the vocabulary that is this rank's; None is all.
     """
 
     head: ExitHead | None
     norm: nn.Module | None
     unembedding: Tensor
+    shard: VocabularyShard | None = None
 
     def state(self, h: Tensor, mask: Tensor, layout: Layout) -> Tensor:
         """[B, T, D] states, [B, T] mask of N tokens -> [N, D] as the unembedding reads them.
@@ -259,7 +262,7 @@ class ExitReader:
         return x if self.norm is None else self.norm(x)
 
     def __call__(self, h: Tensor, mask: Tensor, layout: Layout) -> Tensor:
-        """As `state`, but logits [N, V]."""
+        """As `state`, but logits [N, V] of this rank's part of the vocabulary."""
         return F.linear(self.state(h, mask, layout), self.unembedding)
 
     def zero(self) -> Iterator[Tensor]:
@@ -319,7 +322,7 @@ def exit_losses(
             teacher = Teacher(lesson, weight, known, objective.distill_temperature, mix.divergence)
         state = reader.state(h, mask, layout)
         kind = objective.token_losses.get(layer)
-        term = linear_cross_entropy(state, reader.unembedding, labels[mask], kind, teacher, mix.target)
+        term = linear_cross_entropy(state, reader.unembedding, labels[mask], kind, teacher, mix.target, reader.shard)
         sums.add(layer, term, mask.sum())
         sums.predictions.add(layer, mask, term.predicted)
         loss = mix.factor * term.loss
@@ -331,7 +334,7 @@ def exit_losses(
         positions = batch.tokens.generated_positions()
         mask = (positions >= 0) & batch.trained(final)
         read = [(readers[layer], readers[layer].state(states[layer], mask, layout)) for layer in early]
-        sure = torch.stack([linear_max_probability(state, reader.unembedding) for reader, state in read])
+        sure = torch.stack([linear_max_probability(state, reader.unembedding, reader.shard) for reader, state in read])
         spread = objective.depth_spread(sure, early, final, positions[mask])
         sums.add_spread(spread)
         yield objective.depth_spread.weight / float(counts[-1].clamp(min=1)) * spread

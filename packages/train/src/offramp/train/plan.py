@@ -27,7 +27,7 @@ from offramp.train.depth_spread import DepthSpread
 from offramp.train.exit_weights import Curriculum, WeightSchedule
 from offramp.train.module import freeze_parameters, untrained
 from offramp.train.objective import ObjectiveConfig, RunObjective
-from offramp.train.pipeline.costs import MicroBatchShape
+from offramp.train.pipeline.costs import MicroBatchShape, summed_bytes
 from offramp.train.pipeline.estimate import Estimator, Variant, compare
 from offramp.train.pipeline.filling import FillSettings
 from offramp.train.pipeline.registration import NAME
@@ -39,7 +39,8 @@ from offramp.train.pipeline.report import (
     stage_table,
     variant_records,
 )
-from offramp.train.pipeline.stages import plan_stages
+from offramp.train.pipeline.stages import plan_stages, replicas
+from offramp.train.pipeline.tensor_parallel import check_tensor_parallel
 from offramp.train.pipeline.timeline import draw
 from offramp.train.pipeline.times import GivenTimes, ModuleTimes, estimated, matrix_speed, profiled, transfer_seconds
 from offramp.train.recipe import PLAN, parse_command_line
@@ -47,6 +48,7 @@ from offramp.train.recipe import PLAN, parse_command_line
 STRATEGY = "offramp.train.pipeline.strategy.DeepSpeedPipelineStrategy"
 _STRATEGY_DEFAULTS = {
     "pipe": 2,
+    "tensor": 1,
     "micro_batches": 4,
     "zero_stage": 0,
     "labelled_share": 0.5,
@@ -169,6 +171,7 @@ class Planned:
             "exit_placement": estimator.plan.exit_placement,
             "micro_batches": estimator.micro_batches,
             "replicas": estimator.replicas,
+            "tensor": estimator.tensor,
             "zero_stage": estimator.zero_stage,
             "micro_batch": asdict(estimator.shape),
             "times": {
@@ -230,7 +233,8 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
     for key in ("batch_size", "sequence_length"):
         if not isinstance(data.get(key), int):
             raise OfframpError(f"plan needs data.{key}; {configuration['data'].get('class_path')} does not say it")
-    pipe, parts = strategy["pipe"], strategy["micro_batches"]
+    pipe, tensor, parts = strategy["pipe"], strategy["tensor"], strategy["micro_batches"]
+    check_tensor_parallel(model.config, tensor)
     shape = MicroBatchShape(
         rows=_rows(data["batch_size"], parts),
         time=data["sequence_length"],
@@ -244,21 +248,26 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
         notes.append("fill_aware: tokens frozen at an exit still count as if all layers computed them.")
     if (module.get("objective") or {}).get("curriculum"):
         notes.append("curriculum: every exit is planned as if each step trained it.")
-    times = _times(model, shape, machine)
-    replicas = _replicas(trainer, pipe, notes)
+    times = _times(model, shape, machine, tensor)
+    replicated = _replicas(trainer, pipe, tensor, notes)
     estimator = Estimator(
-        plan, model, shape, times, parts, replicas, strategy["zero_stage"], strategy["checkpoint_activations"],
-        FillSettings.from_value(strategy["fill_bubbles"]),
+        plan, model, shape, times, parts, replicated, strategy["zero_stage"], strategy["checkpoint_activations"],
+        FillSettings.from_value(strategy["fill_bubbles"]), tensor,
     )  # fmt: skip
     filling = estimator.filling()
     if filling is not None:
         notes += [*filling.shortfalls, filling.describe(parts)]
         if filling.inserted:  # a batch is cut into so many more
             shape = replace(shape, rows=_rows(data["batch_size"], parts + filling.inserted))
-            estimator = replace(estimator, shape=shape, times=_times(model, shape, machine))
+            estimator = replace(estimator, shape=shape, times=_times(model, shape, machine, tensor))
             parts += filling.inserted
     if data["batch_size"] % parts:
         notes.append(f"{data['batch_size']} rows in {parts} micro-batches: the larger ones are planned.")
+    if tensor > 1:
+        notes.append(
+            f"tensor {tensor}: each layer sums {summed_bytes(model.config, shape) / 2**20:.3g} MiB of states among its "
+            "ranks in the forward pass and as much in fp32 gradients in the backward pass; that takes no time here."
+        )
     variants = compare(estimator, machine.fill_warmup, machine.fill_cooldown)
     _note_faults(estimator, variants, machine, notes)
     return Planned(estimator, variants, machine, notes)
@@ -277,12 +286,13 @@ def _rows(batch_size: int, parts: int) -> int:
 def describe(planned: Planned) -> str:
     """The plan in words."""
     estimator, shape = planned.estimator, planned.estimator.shape
-    world = estimator.replicas * estimator.plan.num_stages
+    world = estimator.replicas * estimator.plan.num_stages * estimator.tensor
+    shared = "" if estimator.tensor == 1 else f" x {estimator.tensor} tensor ranks"
     step = next(variant for variant in planned.variants if variant.runs)
     parts = estimator.micro_batches + (step.filling.inserted if step.filling is not None else 0)
     tokens = parts * shape.tokens * estimator.replicas
     lines = [
-        f"{world} processes: {estimator.plan.num_stages} stages x {estimator.replicas} replicas; a step is "
+        f"{world} processes: {estimator.plan.num_stages} stages x {estimator.replicas} replicas{shared}; a step is "
         f"{parts} micro-batches of {shape.rows} x {shape.time} tokens on each replica, "
         f"{tokens:,} tokens in all",
         f"times: {estimator.times.source}",
@@ -356,36 +366,30 @@ def _strategy(value: Any) -> dict[str, Any]:
     return {**_STRATEGY_DEFAULTS, "pipe": 1, "micro_batches": 1}
 
 
-def _replicas(trainer: Mapping[str, Any], pipe: int, notes: list[str]) -> int:
+def _replicas(trainer: Mapping[str, Any], pipe: int, tensor: int, notes: list[str]) -> int:
     devices, nodes = trainer.get("devices"), int(trainer.get("num_nodes") or 1)
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         devices = len(devices)
     if not str(devices).isdigit():
         notes.append(f"trainer.devices is {devices}: one replica is planned.")
         return 1
-    processes = int(str(devices)) * nodes
-    if processes % pipe:
-        raise OfframpError(
-            f"{processes} processes (trainer.devices x num_nodes) cannot form pipelines of {pipe} stages; set "
-            "trainer.devices to a multiple of pipe."
-        )
-    return processes // pipe
+    return replicas(int(str(devices)) * nodes, pipe, tensor)
 
 
-def _times(model: MultiExitTransformer, shape: MicroBatchShape, machine: Machine) -> ModuleTimes:
+def _times(model: MultiExitTransformer, shape: MicroBatchShape, machine: Machine, tensor: int) -> ModuleTimes:
     config, exits = model.config, model.exit_config
     rate = None if machine.link_gbps is None else machine.link_gbps * 1e9 / 8
     transfer = transfer_seconds(config, shape, rate)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if machine.profile:
-        times = profiled(config, exits, shape, device, transfer)
+        times = profiled(config, exits, shape, device, transfer).shared_by(tensor)
     elif machine.tflops is not None:
         source = f"estimated from operations at {machine.tflops:g} TFLOP/s"
-        times = estimated(config, exits, shape, machine.tflops * 1e12, source, transfer)
+        times = estimated(config, exits, shape, machine.tflops * 1e12, source, transfer, tensor)
     else:
         speed = matrix_speed(device, shape.mixed)
         source = f"estimated from operations at {speed / 1e12:.3g} TFLOP/s, a matrix product's speed on this machine"
-        times = estimated(config, exits, shape, speed, source, transfer)
+        times = estimated(config, exits, shape, speed, source, transfer, tensor)
     return times.with_given(machine.time)
 
 

@@ -35,7 +35,8 @@ class Adapter(nn.Module):
         x = self.norm(h)
         if self.down_proj is not None:
             x = F.silu(self.down_proj(x))
-        scale = h.float().pow(2).mean(dim=-1, keepdim=True).add(self.eps).sqrt().to(h.dtype)
+        exact = torch.promote_types(h.dtype, torch.float32)
+        scale = h.to(exact).pow(2).mean(dim=-1, keepdim=True).add(self.eps).sqrt().to(h.dtype)
         return h + self.proj(x) * scale
 
 

@@ -3,11 +3,12 @@
     NAME.ckpt/offramp.json                         the record: what export needs, and size and hash of every other file
     NAME.ckpt/checkpoint/stage_SS.safetensors      weights of stage SS
     NAME.ckpt/checkpoint/optimizer_SS_RR.safetensors   optimizer state of stage SS, the part that replica RR writes
+    NAME.ckpt/checkpoint/*_rank_NN.safetensors     the same of other tensor-parallel ranks than the first
     NAME.ckpt/checkpoint/trainer.pt                loops, schedules, callbacks, data position and random states
 
-Weights and optimizer state have the names of parameters in the whole model, so nothing in them depends on how that was
-cut up. DeepSpeed's own format names flat partitions of its optimizers; a general converter is needed to go from one
-layout to another, and all of it is pickled.
+Weights and optimizer state have the names of parameters in the whole model, and slices say what they are of, so nothing
+in them depends on how that was cut up. DeepSpeed's own format names flat partitions of its optimizers; a general
+converter is needed to go from one layout to another, and all of it is pickled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -30,6 +30,7 @@ from offramp.common.errors import OfframpError
 from offramp.train.checkpoint_io import cannot_write, write_durably, write_state
 from offramp.train.export import RECORD, STAGES
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
+from offramp.train.stage_files import rank_suffix, read_whole, slice_metadata
 from offramp.train.training_checkpoint import (
     FILES,
     RECORD_FILE,
@@ -48,10 +49,13 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 if TYPE_CHECKING:
     from offramp.train.pipeline.engine import EarlyExitPipelineEngine
 
-WEIGHTS = "stage_{:02d}.safetensors"
-"""Name of the weights of one stage; `offramp.train.export` reads them."""
-OPTIMIZER = "optimizer_{:02d}_{:02d}.safetensors"
-"""Name of one replica's part of the optimizer state of one stage. Its tensors are `PARAMETER/KEY`."""
+WEIGHTS = "stage_{:02d}{}.safetensors"
+"""Name of the weights of one stage and tensor-parallel rank; `offramp.train.stage_files` reads them."""
+OPTIMIZER = "optimizer_{:02d}_{:02d}{}.safetensors"
+"""Name of one replica's part of the optimizer state of one stage and tensor-parallel rank.
+
+Its tensors are `PARAMETER/KEY`.
+"""
 TRAINER = "trainer.pt"
 _SETTINGS = "settings"
 """In the metadata of the optimizer state: parameter -> rates and the like, as JSON."""
@@ -82,12 +86,14 @@ def save(engine: EarlyExitPipelineEngine, checkpoint: Mapping[str, Any], path: P
     written: list[Path] = []
     with _together(path):
         stage, replica = engine.stage_id, engine.grid.get_data_parallel_id()
+        suffix, slices = rank_suffix(engine.module.tensor_rank), engine.module.slices
         if replica == 0:
             weights = engine.module.owned_tensors()
-            written.append(stages / WEIGHTS.format(stage))
-            write_durably(partial(save_file, weights, metadata={"format": "pt"}), written[-1])
-        written.append(stages / OPTIMIZER.format(stage, replica))
-        metadata = {"format": "pt", _SETTINGS: json.dumps(settings)}
+            written.append(stages / WEIGHTS.format(stage, suffix))
+            metadata = {"format": "pt", **slice_metadata(weights, slices)}
+            write_durably(partial(save_file, weights, metadata=metadata), written[-1])
+        written.append(stages / OPTIMIZER.format(stage, replica, suffix))
+        metadata = {"format": "pt", _SETTINGS: json.dumps(settings), **slice_metadata(states, slices)}
         write_durably(partial(save_file, states, metadata=metadata), written[-1])
         if rank == 0:
             rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
@@ -135,6 +141,9 @@ def load(engine: EarlyExitPipelineEngine, path: Path, scheduler: Any) -> dict[st
     named = {parameter: name for name, parameter in _trained(engine)}
     states, settings = _read_optimizer(path / STAGES, set(named.values()))
     optimizer: Any = engine.optimizer
+    states = {
+        name: {key: engine.module.cut(name, value) for key, value in state.items()} for name, state in states.items()
+    }
     groups = _groups(engine)
     for group, parameters in groups:
         # Parameters of a group have the same settings. A stage that trains nothing has one that stands in; what rates
@@ -220,13 +229,13 @@ def _read_optimizer(directory: Path, names: set[str]) -> tuple[dict[str, dict[st
     """State of some parameters, from the files of any number of stages and replicas, and the settings of all."""
     states: dict[str, dict[str, Tensor]] = {}
     settings: dict[str, Any] = {}
-    for file in sorted(directory.glob("optimizer_*.safetensors")):
-        with safe_open(file, framework="pt") as handle:
-            settings |= json.loads(handle.metadata()[_SETTINGS])
-            for full in handle.keys():  # noqa: SIM118 - not a dict
-                name, _, key = full.rpartition("/")
-                if name in names:
-                    states.setdefault(name, {})[key] = handle.get_tensor(full)
+    files = sorted(directory.glob("optimizer_*.safetensors"))
+    tensors, about = read_whole(files, lambda full: full.rpartition("/")[0] in names)
+    for full, tensor in tensors.items():
+        name, _, key = full.rpartition("/")
+        states.setdefault(name, {})[key] = tensor
+    for metadata in about:
+        settings |= json.loads(metadata[_SETTINGS])
     return states, settings
 
 

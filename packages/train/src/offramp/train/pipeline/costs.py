@@ -68,34 +68,41 @@ class ModuleCost:
     working: float
 
 
-def layer_cost(config: ModelConfig, shape: MicroBatchShape) -> ModuleCost:
-    """One layer of the backbone."""
+def layer_cost(config: ModelConfig, shape: MicroBatchShape, tensor: int = 1) -> ModuleCost:
+    """One layer of the backbone, on each of `tensor` ranks that share it; sums among them are not counted."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     size, inner = config.hidden_size, config.intermediate_size
     seen = min(shape.time, config.sliding_window or shape.time)
     pairs = shape.tokens * seen / 2  # causal
     flops = 2 * shape.tokens * (size * (2 * queries + 2 * keys) + 3 * size * inner) + 4 * pairs * queries
     half = shape.compute_bytes
-    per_token = 2 * _norm(size) + _inputs(size, 3, shape) + _inputs(size, 2, shape)
-    per_token += half * 4 * (queries + inner)  # q, repeated k and v, output; gate, its SiLU, up, their product
-    per_token += FP32 * config.num_heads  # log-sum-exp
+    shared = half * 4 * (queries + inner)  # q, repeated k and v, output; gate, its SiLU, up, their product
+    shared += FP32 * config.num_heads  # log-sum-exp
     if config.qk_norm:
-        per_token += 2 * FP32 * (queries + keys) + FP32 * (config.num_heads + config.num_kv_heads)
+        shared += 2 * FP32 * (queries + keys) + FP32 * (config.num_heads + config.num_kv_heads)
+    per_token = shared / tensor + 2 * _norm(size) + _inputs(size, 3, shape) + _inputs(size, 2, shape)
     if shape.mixed:
         per_token += BF16 * 4 * config.head_dim  # rotary tables, cast in every layer
     mask = half * shape.rows * shape.time**2  # additive, made in every layer from the one of the micro-batch
     held = shape.tokens * per_token + mask
-    return ModuleCost(flops, held, held)
+    return ModuleCost(flops / tensor, held, held)
 
 
-def head_cost(config: ModelConfig, exits: ExitConfig, layer: int, shape: MicroBatchShape) -> ModuleCost:
-    """An exit head with its unembedding and loss; `layer` L is the final exit."""
+def summed_bytes(config: ModelConfig, shape: MicroBatchShape) -> float:
+    """Bytes of states that tensor ranks sum in one layer and pass: after attention and after the feed-forward."""
+    return 2.0 * shape.tokens * config.hidden_size * shape.compute_bytes
+
+
+def head_cost(
+    config: ModelConfig, exits: ExitConfig, layer: int, shape: MicroBatchShape, tensor: int = 1
+) -> ModuleCost:
+    """An exit head with its unembedding and loss, on each of `tensor` ranks; `layer` L is the final exit."""
     size, inner, labelled = config.hidden_size, config.intermediate_size, shape.labelled
     kind = "final" if layer == config.num_layers else exits.head
     per_token = 0.0 if kind == "bare" else float(_norm(size))
     # A bare head in fp32 keeps the selected states themselves.
     per_token += _inputs(size, 1, shape)
-    flops, held = 2 * labelled * size * config.vocab_size, 0.0
+    flops, held = 2 * labelled * size * config.vocab_size / tensor, 0.0
     if kind == "adapter":
         flops += 2 * labelled * size * (size if exits.adapter_dim is None else 2 * exits.adapter_dim)
         if exits.adapter_dim is not None:
@@ -103,12 +110,12 @@ def head_cost(config: ModelConfig, exits: ExitConfig, layer: int, shape: MicroBa
         # Norm and projection, then what the scale by the state's root mean square keeps.
         per_token += _norm(size) + _inputs(size, 1, shape) + shape.compute_bytes * size
     elif kind == "mlp":
-        flops += 2 * labelled * 3 * size * inner
-        per_token += _norm(size) + _inputs(size, 2, shape) + shape.compute_bytes * 4 * inner
+        flops += 2 * labelled * 3 * size * inner / tensor
+        per_token += _norm(size) + _inputs(size, 2, shape) + shape.compute_bytes * 4 * inner / tensor
     elif kind == "block":
-        block = layer_cost(config, shape)
+        block = layer_cost(config, shape, tensor)
         flops, held = flops + block.flops, held + block.held
-    logits = FP32 * labelled * config.vocab_size
+    logits = FP32 * labelled * config.vocab_size / tensor
     held += labelled * per_token + logits
     # Back-propagation has the log-probabilities, their gradient and that of the logits at once.
     return ModuleCost(flops, held, held + 2 * logits)

@@ -20,25 +20,29 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from offramp.common.model.attention import Layout
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.agreement import NOT_ASKED, Predictions
-from offramp.train.export import read_stages
 from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
+from offramp.train.pipeline.averaging import average_gradients
 from offramp.train.pipeline.exchange import Exchange, Links, watched
 from offramp.train.pipeline.filling import Weights, backward_rows, rows_of
 from offramp.train.pipeline.loss_scale import LossScale
 from offramp.train.pipeline.schedule import Kind, Operation, Schedule, forward_only, one_f_one_b
 from offramp.train.pipeline.stages import Stage, StagePlan
+from offramp.train.pipeline.tensor_parallel import shard_stage
+from offramp.train.stage_files import Slice, read_stages
+from offramp.train.tensor_group import TensorGroup
 
 # isort: split
 import deepspeed
@@ -47,7 +51,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 
 class StageModule(PipelineModule):
@@ -56,13 +60,24 @@ class StageModule(PipelineModule):
     For DeepSpeed the pipeline has S layers, one per stage, and the stages of others are empty. Its own tied layers
     are not used: they cannot share one parameter among several heads of a stage, and they save and load it in only one
     of them.
-    Needs an initialised process group. See `Stage` for the arguments.
+    Needs an initialised process group. Neighbouring ranks are those of one tensor group, then come data-parallel
+    replicas, then stages.
+
+    Args:
+        model: of which this rank's part is taken.
+        plan: its stages.
+        tensor: ranks that share each stage.
+        checkpoint_activations: see `Stage`.
     """
 
-    def __init__(self, model: MultiExitTransformer, plan: StagePlan, checkpoint_activations: bool = False) -> None:
-        topology = PipeDataParallelTopology(plan.num_stages, dist.get_world_size() // plan.num_stages)
+    def __init__(
+        self, model: MultiExitTransformer, plan: StagePlan, tensor: int = 1, checkpoint_activations: bool = False
+    ) -> None:
+        replicas = dist.get_world_size() // (plan.num_stages * tensor)
+        topology = PipeModelDataParallelTopology(plan.num_stages, tensor, replicas)
         index = topology.get_coord(dist.get_rank()).pipe
         stage = Stage(model, plan, index, checkpoint_activations)
+        self.sharding = None if tensor == 1 else shard_stage(stage, _tensor_group(topology))
         layers: list[nn.Module] = [nn.Identity() for _ in range(plan.num_stages)]
         layers[index] = stage
         self._plan = plan
@@ -84,9 +99,9 @@ class StageModule(PipelineModule):
         stage = next(module for module in self.forward_funcs if isinstance(module, Stage))
         own, tied = dict(stage.shared_parameters()), {}
         for name, holders in self._plan.shared.items():
-            for replica in range(self._grid.data_parallel_size):
-                # Every rank takes part in making every group.
-                ranks = [self._grid.stage_to_global(stage_id=holder, data=replica) for holder in holders]
+            # Every rank takes part in making every group.
+            for replica, rank in product(range(self._grid.data_parallel_size), range(self._grid.model_parallel_size)):
+                ranks = [self._grid.stage_to_global(stage_id=s, data=replica, model=rank) for s in holders]
                 group = dist.new_group(ranks=ranks)
                 if self.global_rank not in ranks:
                     continue
@@ -104,10 +119,32 @@ class StageModule(PipelineModule):
         pairs = [(self.stage.get_parameter(name), tie["group"]) for name, tie in self.tied_comms.items()]
         return [(parameter, group) for parameter, group in pairs if parameter.requires_grad]
 
+    @property
+    def tensor_rank(self) -> int:
+        """Among the ranks that share this stage; all of them have the same states and losses."""
+        return self._grid.get_tensor_model_parallel_rank()
+
+    def counted(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank counts a parameter, or its part of it, in norms; every number is counted by one rank."""
+        if getattr(parameter, "ds_pipe_replicated", False):
+            return False
+        return self.tensor_rank == 0 or getattr(parameter, "tensor_model_parallel", False)
+
+    def sum_partial_gradients(self) -> None:
+        """See `Sharding`."""
+        if self.sharding is not None:
+            self.sharding.sum_partial_gradients(self.stage)
+
+    @property
+    def slices(self) -> Mapping[str, Slice]:
+        """Of the parameters that this rank has a part of only."""
+        return {} if self.sharding is None else self.sharding.slices
+
     def owned_names(self) -> set[str]:
-        """Names of the parameters that this stage writes into a checkpoint: a shared one is written by its owner."""
+        """Names of the parameters that this rank writes into a checkpoint: a shared one is written by its owner."""
         others = {name for name, stages in self._plan.shared.items() if stages[0] != self.stage.index}
-        return self.stage.state_dict().keys() - others
+        own = self.stage.state_dict().keys() - others
+        return own if self.sharding is None else {name for name in own if self.sharding.owned(name)}
 
     def owned_tensors(self) -> dict[str, Tensor]:
         """The parameters of `owned_names`, on CPU."""
@@ -117,10 +154,25 @@ class StageModule(PipelineModule):
         }
 
     def load_stages(self, directory: Path) -> None:
-        """Read this stage's parameters from the files of any number of stages."""
+        """Read this rank's parameters from the files of any number of stages and ranks."""
         wanted = self.stage.state_dict().keys()
         found = {name: tensor for name, tensor in read_stages(directory).items() if name in wanted}
-        self.stage.load_state_dict(found)
+        self.stage.load_state_dict({name: self.cut(name, tensor) for name, tensor in found.items()})
+
+    def cut(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a whole parameter, or of anything of its shape; a scalar stays as it is."""
+        return self.slices[name].of(tensor) if name in self.slices and tensor.dim() else tensor
+
+
+def _tensor_group(topology: PipeModelDataParallelTopology) -> TensorGroup:
+    """Of this process. The grid has one too, but comes only after the layers."""
+    mine = None
+    for ranks in topology.get_axis_comm_lists("model"):
+        group = dist.new_group(ranks=ranks)  # every rank takes part in making every group
+        if isinstance(group, ProcessGroup) and dist.get_rank() in ranks:
+            mine = TensorGroup(group, ranks.index(dist.get_rank()), len(ranks))
+    assert mine is not None
+    return mine
 
 
 class _InFlight(NamedTuple):
@@ -167,7 +219,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
         self.overflowed = False
         self.grad_norm = 0.0
         self.backward_rows: tuple[int, ...] = ()
-        self.links = Links(self.grid)
+        sharding = self.module.sharding
+        self.links = Links(self.grid, () if sharding is None else (sharding.ranks.group,))
         if isinstance(self.optimizer, ZeROOptimizer):
             setattr(self.optimizer, "scaled_global_norm", self._zero_norm)  # noqa: B010 - see there
         self._queue: Sequence[MicroBatch] = ()
@@ -201,7 +254,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
             schedule: with partial micro-batches, which `filling.arrange` has put into `micro_batches`; None is 1F1B.
 
         Returns:
-            Sums over this rank's tokens of the exits that lie on this stage, zero for the others.
+            Sums over this rank's tokens of the exits that lie on this stage, zero for the others; all zero on tensor
+            ranks other than the first, which have the same.
         """
         self.module.train()
         self._counts = counts
@@ -251,6 +305,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
         with self._watched("the predictions of the last stage"):
             self._sums.compare(self._final_predictions())
         self._queue = ()
+        if self.module.tensor_rank:
+            self._sums.values.zero_()
         return self._sums
 
     def _final_predictions(self) -> Tensor | None:
@@ -369,6 +425,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         return False
 
     def _reduce_shared_gradients(self) -> None:
+        self.module.sum_partial_gradients()
         for parameter, group in self.module.get_tied_weights_and_groups():
             if parameter.grad is None:  # no token reached it here; leaving it out would block the others
                 parameter.grad = torch.zeros_like(parameter)
@@ -376,8 +433,10 @@ class EarlyExitPipelineEngine(PipelineEngine):
 
     def _reduce_gradients(self) -> None:
         self._spread_the_word()
-        if self.is_data_parallel or self.zero_optimization():
+        if self.zero_optimization():
             self._exec_reduce_grads()
+        elif self.is_data_parallel:
+            average_gradients(self.module.parameters(), cast("ProcessGroup", self.grid.get_data_parallel_group()))
 
     def _step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         if not self.zero_optimization():
@@ -398,14 +457,14 @@ class EarlyExitPipelineEngine(PipelineEngine):
                     parameter.grad.fill_(math.nan)
 
     def _clip(self) -> None:
-        """Global gradient norm over all stages, shared parameters counted once, and clipping by it."""
+        """Global gradient norm over stages and tensor ranks, every parameter counted once, and clipping by it."""
         gradients = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
-        own = [g for p, g in gradients if not getattr(p, "ds_pipe_replicated", False)]
-        squares = torch.zeros((), device=self.device)
+        own = [g for p, g in gradients if self.module.counted(p)]
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
         if own:
-            squares = torch.nn.utils.get_total_norm(own).square().to(self.device)
-        if self.is_pipe_parallel:
-            dist.all_reduce(squares, group=self.grid.get_pipe_parallel_group())
+            squares = torch.nn.utils.get_total_norm(own).to(squares).square()
+        if self.is_pipe_parallel or self.is_model_parallel:
+            dist.all_reduce(squares, group=self.grid.get_model_parallel_group())
         self.grad_norm = float(squares.sqrt())
         if gradients and 0.0 < self.gradient_clipping() < self.grad_norm:
             scale = self.gradient_clipping() / (self.grad_norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
@@ -444,6 +503,8 @@ def make_engine(
         optimizer: over the stage's trainable parameters; None to evaluate only.
     """
     grid = module.mpu()
+    # The stock engine would cut states into parts between tensor ranks; ours sends them whole.
+    config = {**config, "pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
     parsed = DeepSpeedConfig(config, grid)
     deepspeed.set_optimizer_flags(parsed, module)
     engine = EarlyExitPipelineEngine(

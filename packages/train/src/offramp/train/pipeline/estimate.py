@@ -17,6 +17,7 @@ from offramp.train.pipeline.filling import FillSettings
 from offramp.train.pipeline.schedule import Schedule, bubble_capacity, cooldown_counts, one_f_one_b, warmup_counts
 from offramp.train.pipeline.simulation import HeadWork, StageWork, Timeline, simulate, time_bound
 from offramp.train.pipeline.stages import Stage, StagePlan
+from offramp.train.pipeline.tensor_parallel import slices
 from offramp.train.pipeline.times import ModuleTimes, Pass
 
 ADAM_BYTES = 2 * FP32
@@ -61,6 +62,7 @@ class Estimator:
         zero_stage: 0 or 1.
         checkpointing: activations are checkpointed; see `Stage`.
         fill: bubbles are filled, and how; None: they are not.
+        tensor: ranks that share each stage; numbers are those of the last one, whose share is never the smallest.
     """
 
     plan: StagePlan
@@ -72,23 +74,25 @@ class Estimator:
     zero_stage: int = 0
     checkpointing: bool = False
     fill: FillSettings | None = None
+    tensor: int = 1
 
     def memory(self) -> list[StageMemory]:
         """[S] what stays from step to step."""
         return [self._memory(Stage(self.model, self.plan, index)) for index in range(self.plan.num_stages)]
 
     def _memory(self, stage: Stage) -> StageMemory:
-        parameters = list(stage.parameters())
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        own = slices(stage, self.plan.config, self.tensor - 1, self.tensor) if self.tensor > 1 else {}
+        sizes = {name: (own[name].of(p) if name in own else p).numel() for name, p in stage.named_parameters()}
+        trained = sum(sizes[name] for name, p in stage.named_parameters() if p.requires_grad)
         casts = 0
         if self.shape.mixed:
             reads_embedding = stage.lm_head is None and bool(stage.exit_layers)
             casts = sum(
-                p.numel()
+                sizes[name]
                 for name, p in stage.named_parameters()
                 if p.dim() == 2 and (name != "embed_tokens.weight" or reads_embedding)
             )
-        count = sum(p.numel() for p in parameters)
+        count = sum(sizes.values())
         state = ADAM_BYTES if self.zero_stage == 0 else (ADAM_BYTES + FP32) / self.replicas
         return StageMemory(count, trained, FP32 * count + BF16 * casts, FP32 * trained, state * trained)
 
@@ -109,7 +113,7 @@ class Estimator:
     def _work(self, index: int, early_exits: bool, deferred: bool, checkpointing: bool) -> StageWork:
         plan, shape, times = self.plan, self.shape, self.times
         config, start, stop = plan.config, plan.bounds[index], plan.bounds[index + 1]
-        cost, state = layer_cost(config, shape), float(shape.state_bytes(config.hidden_size))
+        cost, state = layer_cost(config, shape, self.tensor), float(shape.state_bytes(config.hidden_size))
         # Where nothing at or below is trained, no gradient is wanted and nothing is kept for one.
         flows = _is_trained(self.model.embed_tokens) or any(_is_trained(self.model.layers[i]) for i in range(start))
         forward, backward = (times.embedding.forward, 0.0) if index == 0 else (0.0, 0.0)
@@ -131,7 +135,7 @@ class Estimator:
         for layer in plan.exits_of(index):
             if not early_exits and layer != config.num_layers:
                 continue
-            head, trained = head_cost(config, plan.exits, layer, shape), self._head_is_trained(layer)
+            head, trained = head_cost(config, plan.exits, layer, shape, self.tensor), self._head_is_trained(layer)
             seconds = times.heads[layer]
             if not reached[layer]:
                 held += state  # nothing else keeps what this exit reads

@@ -12,7 +12,7 @@ Legend: B batch, T time, D model, S stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -62,13 +62,15 @@ class Links:
 
     Args:
         grid: DeepSpeed's process grid.
+        others: groups beside its own that are to have the time limit, too.
     """
 
-    def __init__(self, grid: Any) -> None:
+    def __init__(self, grid: Any, others: Sequence[dist.ProcessGroup] = ()) -> None:
         self.stage, self.num_stages = int(grid.get_stage_id()), int(grid.pipe_parallel_size)
         self.ranks = [int(grid.stage_to_global(stage_id=stage)) for stage in range(self.num_stages)]
         self.limit = timedelta(minutes=30)
-        self._collectives = (grid.get_pipe_parallel_group(), grid.get_data_parallel_group())
+        own = (grid.get_pipe_parallel_group(), grid.get_data_parallel_group(), grid.get_model_parallel_group())
+        self._collectives = (*own, *others)
         self._groups: dict[Kind, Any] = {}
         if self.num_stages > 1:
             for kind in MESSAGES:

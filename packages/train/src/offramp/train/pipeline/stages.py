@@ -25,6 +25,7 @@ from offramp.common.model.config import ModelConfig
 from offramp.common.model.exit_head import ExitHead
 from offramp.common.model.transformer import MultiExitTransformer, run_layer
 from offramp.train.losses import ExitReader
+from offramp.train.vocabulary import VocabularyShard
 
 ExitPlacement = Literal["next_stage", "same_stage"]
 """Where an exit between two stages is computed: at the start of the later one, or at the end of the earlier one."""
@@ -159,6 +160,17 @@ def plan_stages(
     return StagePlan(config, exits, edges, exit_placement)
 
 
+def replicas(processes: int, pipe: int, tensor: int) -> int:
+    """Data-parallel replicas of a pipeline; raises `OfframpError` if processes would be left over."""
+    if processes % (pipe * tensor):
+        each, multiple = ("", "pipe") if tensor == 1 else (f" with {tensor} tensor ranks each", "pipe x tensor")
+        raise OfframpError(
+            f"{processes} processes (trainer.devices x num_nodes) cannot form pipelines of {pipe} stages{each}; set "
+            f"trainer.devices to a multiple of {multiple}."
+        )
+    return processes // (pipe * tensor)
+
+
 class Stage(nn.Module):
     """The modules of one stage, under their names in the whole model, which they are taken from (not copied).
 
@@ -187,6 +199,7 @@ class Stage(nn.Module):
         self.lm_head = model.lm_head if reads_head else None
         early = [layer for layer in self.exit_layers if layer < plan.config.num_layers]
         self.exits = nn.ModuleDict({str(layer): model.exits[str(layer)] for layer in early})
+        self.vocabulary: VocabularyShard | None = None  # what the unembeddings hold of it; None: all
 
     @property
     def trains_backbone(self) -> bool:
@@ -209,10 +222,10 @@ class Stage(nn.Module):
         assert head is None or isinstance(head, ExitHead)
         norm = self.norm if final or self.plan.exits.head == "final" else None
         if head is not None and head.unembed is not None:
-            return ExitReader(head, norm, head.unembed.weight)
+            return ExitReader(head, norm, head.unembed.weight, self.vocabulary)
         shared = self.embed_tokens if self.lm_head is None else self.lm_head
         assert shared is not None
-        return ExitReader(head, norm, shared.weight)
+        return ExitReader(head, norm, shared.weight, self.vocabulary)
 
     def forward(self, x: Tensor, layout: Layout) -> tuple[Tensor, dict[int, Tensor]]:
         """Run this stage's layers.

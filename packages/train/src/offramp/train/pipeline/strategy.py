@@ -47,7 +47,8 @@ from offramp.train.pipeline.quiet_deepspeed import use_device
 from offramp.train.pipeline.registration import NAME, register_strategy
 from offramp.train.pipeline.report import StageReport, stage_records, stage_table
 from offramp.train.pipeline.schedule import Schedule
-from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages
+from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages, replicas
+from offramp.train.pipeline.tensor_parallel import check_tensor_parallel
 from offramp.train.pipeline.times import estimated, matrix_speed
 from offramp.train.training_checkpoint import FILES, RECORD_FILE, remove
 
@@ -73,6 +74,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
 
     Args:
         pipe: stages, S.
+        tensor: ranks that share every matrix of a stage; see `offramp.train.pipeline.tensor_parallel`. They exchange
+            states in every layer, so they belong on one machine; neighbouring ranks are taken.
         micro_batches: parts that a batch is cut into. Parts may differ by a row, so any batch of at least as many rows
             will do; the bubble is (S - 1) / (micro_batches + S - 1) of a step.
         zero_stage: 1 divides the optimizer's state among data-parallel replicas.
@@ -91,6 +94,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     def __init__(
         self,
         pipe: int = 2,
+        tensor: int = 1,
         micro_batches: int = 4,
         zero_stage: Literal[0, 1] = 0,
         stage_bounds: list[int] | None = None,
@@ -101,8 +105,10 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         timeout_minutes: float = 30.0,
         process_group_backend: str | None = None,
     ) -> None:
-        if pipe < 1 or micro_batches < 1:
-            raise OfframpError(f"pipe is {pipe} and micro_batches {micro_batches}; both must be at least 1.")
+        if pipe < 1 or tensor < 1 or micro_batches < 1:
+            raise OfframpError(
+                f"pipe is {pipe}, tensor {tensor} and micro_batches {micro_batches}; all must be at least 1."
+            )
         if zero_stage not in (0, 1):
             raise OfframpError(f"zero_stage is {zero_stage}; pipeline parallelism allows 0 and 1.")
         config = {
@@ -123,7 +129,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             timeout=timedelta(minutes=timeout_minutes),
             process_group_backend=process_group_backend,
         )
-        self.pipe, self.micro_batches, self.zero_stage = pipe, micro_batches, zero_stage
+        self.pipe, self.tensor, self.micro_batches, self.zero_stage = pipe, tensor, micro_batches, zero_stage
         self.stage_bounds, self.labelled_share = stage_bounds, labelled_share
         self.exit_placement: ExitPlacement = exit_placement
         self.checkpoint_activations = checkpoint_activations
@@ -138,13 +144,17 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     @property
     def data_parallel_size(self) -> int:
         """Replicas of the pipeline."""
-        return self.world_size // self.pipe
+        return replicas(self.world_size, self.pipe, self.tensor)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Data-parallel replicas and this rank's number among them; stage s of replica d is rank s * replicas + d."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank % self.data_parallel_size}
+        """Data-parallel replicas and this rank's number among them.
+
+        Part t of stage s of replica d is rank (s * replicas + d) * tensor + t.
+        """
+        replica = self.global_rank // self.tensor % self.data_parallel_size
+        return {"num_replicas": self.data_parallel_size, "rank": replica}
 
     @override
     def setup_environment(self) -> None:
@@ -155,11 +165,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
                 f"trainer.precision {precision!r} is not supported by {NAME}; choose one of {', '.join(PRECISIONS)}."
             )
         processes = self.num_nodes * self.num_processes
-        if processes % self.pipe:
-            raise OfframpError(
-                f"{processes} processes (trainer.devices x num_nodes) cannot form pipelines of {self.pipe} stages; set "
-                "trainer.devices to a multiple of pipe."
-            )
+        replicas(processes, self.pipe, self.tensor)
         super(DeepSpeedStrategy, self).setup_environment()
 
     @override
@@ -181,6 +187,11 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     def build_stages(self, model: MultiExitTransformer) -> StageModule:
         """This rank's stage of a model; called by `MultiExitModule.configure_model`."""
         config, exits = model.config, model.exit_config
+        check_tensor_parallel(config, self.tensor)
+        if self.tensor > 1 and (
+            other := "lora" if self.module.lora else self.module.compile_layers and "compile_layers"
+        ):
+            raise OfframpError(f"model.{other} does not go with tensor {self.tensor}; do without one of them.")
         plan = plan_stages(
             config, exits, self.pipe, self.stage_bounds, self.labelled_share, self.exit_placement, model.depth
         )
@@ -188,7 +199,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             self.stage_report = self._describe(plan, model)
             rank_zero_info(self.stage_report.text)
         self.schedule = self._filled(plan, model)
-        return StageModule(model, plan, self.checkpoint_activations)
+        return StageModule(model, plan, self.tensor, self.checkpoint_activations)
 
     def _describe(self, plan: StagePlan, model: MultiExitTransformer) -> StageReport:
         """The stage plan; without data that says how large a batch is, for one row of 512 tokens."""
@@ -208,8 +219,9 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         self, plan: StagePlan, model: MultiExitTransformer, shape: MicroBatchShape, speed: float
     ) -> Estimator:
         return Estimator(
-            plan, model, shape, estimated(plan.config, plan.exits, shape, speed, ""), self.micro_batches,
-            self.data_parallel_size, self.zero_stage, self.checkpoint_activations, self.fill_settings,
+            plan, model, shape, estimated(plan.config, plan.exits, shape, speed, "", tensor=self.tensor),
+            self.micro_batches, self.data_parallel_size, self.zero_stage, self.checkpoint_activations,
+            self.fill_settings, self.tensor,
         )  # fmt: skip
 
     def _filled(self, plan: StagePlan, model: MultiExitTransformer) -> Schedule | None:
@@ -319,7 +331,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         if scale is not None:
             own = {"train/loss_scale": scale, "train/overflows": float(engine.skipped_steps)}
             module.log_dict(own, on_step=True, on_epoch=False, batch_size=1)
-        positions = micro.tokens.input_ids.numel() if engine.is_first_stage() else 0
+        first = engine.is_first_stage() and engine.module.tensor_rank == 0
+        positions = micro.tokens.input_ids.numel() if first else 0
         module.log_training(sums, positions, engine.grad_norm)
         if not engine.overflowed:  # which a loss scale that is too high explains
             module.watch_step(engine.grad_norm)  # the engine has left the step out already, if there was reason to
@@ -392,6 +405,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         bounds = list(self.engine.module.stage.plan.bounds)
         return {
             "stage_bounds": bounds,
+            "tensor_parallel": self.tensor,
             "exit_placement": self.exit_placement,
             "data_parallel": self.data_parallel_size,
             "zero_stage": self.zero_stage,

@@ -91,6 +91,17 @@ class ModuleTimes:
     transfer: float
     source: str
 
+    def shared_by(self, tensor: int) -> ModuleTimes:
+        """Of modules that so many ranks share evenly; sums among them take no time here."""
+        if tensor == 1:
+            return self
+
+        def share(whole: Pass) -> Pass:
+            return Pass(whole.forward / tensor, whole.backward / tensor)
+
+        heads = {layer: share(whole) for layer, whole in self.heads.items()}
+        return replace(self, layer=share(self.layer), heads=heads)
+
     def with_given(self, given: GivenTimes) -> ModuleTimes:
         """These times, but for what the user has given."""
         if given == GivenTimes():
@@ -120,6 +131,7 @@ def estimated(
     flops_per_second: float,
     source: str,
     transfer: float = 0.0,
+    tensor: int = 1,
 ) -> ModuleTimes:
     """Operations over speed; the look-up in the embedding is free.
 
@@ -130,6 +142,7 @@ def estimated(
         flops_per_second: that the device reaches on such matrices, not its maker's peak.
         source: see `ModuleTimes`.
         transfer: see `ModuleTimes`.
+        tensor: ranks that share each module.
     """
 
     def seconds(flops: float) -> Pass:
@@ -137,9 +150,10 @@ def estimated(
         return Pass(forward, BACKWARD_PER_FORWARD * forward)
 
     heads = {
-        layer: seconds(head_cost(config, exits, layer, shape).flops) for layer in (*exits.layers, config.num_layers)
+        layer: seconds(head_cost(config, exits, layer, shape, tensor).flops)
+        for layer in (*exits.layers, config.num_layers)
     }
-    return ModuleTimes(Pass(0.0, 0.0), seconds(layer_cost(config, shape).flops), heads, transfer, source)
+    return ModuleTimes(Pass(0.0, 0.0), seconds(layer_cost(config, shape, tensor).flops), heads, transfer, source)
 
 
 def matrix_speed(device: torch.device, mixed: bool, size: int = 1024) -> float:
