@@ -73,19 +73,16 @@ def test_processes_stages_and_resuming_are_not_seen(checkpoint: Path, tmp_path: 
     whole = fit(str(checkpoint), str(tmp_path / "one.ckpt"), module=module)["metrics"]
     assert min(step for step, _ in whole) == 0
     fit(str(checkpoint), str(tmp_path / "again.ckpt"), module=module, resume=str(tmp_path / "one-step=3.ckpt"))
+    settings = {"checkpoint": str(checkpoint), "devices": 2, "module": module}
+    pipeline = {"pipe": 2, "micro_batches": 3, "stage_bounds": [1]}
     runs = [
-        {
-            "checkpoint": str(checkpoint),
-            "out": str(tmp_path / "two.ckpt"),
-            "strategy": {"pipe": 2, "micro_batches": 3, "zero_stage": 1, "stage_bounds": [1]},
-            "devices": 2,
-            "module": module,
-        }
+        {**settings, "out": str(tmp_path / "two.ckpt"), "strategy": {**pipeline, "zero_stage": 1}},
+        {**settings, "out": str(tmp_path / "on.ckpt"), "strategy": pipeline, "resume": str(tmp_path / "two-step=3.ckpt")},
     ]
-    (answer,) = run_processes(fit_all, 2, runs, timeout_s=400)[0]
-    assert answer["metrics"][5, "train/loss"] == pytest.approx(whole[5, "train/loss"], rel=1e-4)
+    for answer in run_processes(fit_all, 2, runs, timeout_s=400)[0]:
+        assert answer["metrics"][5, "train/loss"] == pytest.approx(whole[5, "train/loss"], rel=1e-4)
     expected = load_checkpoint(export_checkpoint(tmp_path / "one.ckpt", tmp_path / "one")).model.state_dict()
-    for name in ("again", "two"):
+    for name in ("again", "two", "on"):
         found = load_checkpoint(export_checkpoint(tmp_path / f"{name}.ckpt", tmp_path / name)).model.state_dict()
         for tensor, value in expected.items():
             torch.testing.assert_close(found[tensor], value, rtol=1e-3, atol=1e-4)

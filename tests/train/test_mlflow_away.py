@@ -218,6 +218,8 @@ def test_what_a_killed_process_left_half_written_is_cut_off(tmp_path: Path) -> N
         (RestException({"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "404"}), True),
         (NoConnection("no route"), False),
         (PermissionError("/srv/artifacts"), True),
+        (ConnectionResetError("by the artifact store"), False),
+        (TimeoutError("of the artifact store"), False),
     ],
 )
 def test_what_is_worth_another_attempt(fault: Exception, refused: bool) -> None:

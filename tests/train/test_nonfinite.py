@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from safetensors.torch import load_file
 
 from helpers.fitting import Numbers, Steps, fit
@@ -95,6 +96,24 @@ def test_one_process_skips_or_stops(checkpoint: str, tmp_path: Path) -> None:
     torch.testing.assert_close(after["state_dict"], before["state_dict"], rtol=0, atol=0, equal_nan=True)
     states = [content["optimizer_states"][0]["state"] for content in (before, after)]
     torch.testing.assert_close(*states, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_a_scale_that_is_too_high_is_no_fault_but_a_loss_is(checkpoint: str, tmp_path: Path, poison: bool) -> None:
+    # Lightning scales losses on CUDA alone, unless it is given what does.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)  # pyright: ignore[reportPrivateImportUsage]
+    settings: dict[str, Any] = {
+        "trainer": {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]},
+        "data": Poisoned if poison else Numbers,
+    }
+    if poison:
+        with pytest.raises(OfframpError, match=r"step 3: the loss of exit 01, 02, 04 is nan"):
+            fit(checkpoint, str(tmp_path / "out.ckpt"), **settings)
+        return
+    run = fit(checkpoint, str(tmp_path / "out.ckpt"), **settings)
+    assert not math.isfinite(run["metrics"][0, "train/grad_norm"])
+    assert (5, "train/skipped_steps") not in run["metrics"]
+    assert scaler.get_scale() < 2.0**100
 
 
 @pytest.mark.slow

@@ -74,6 +74,13 @@ def add_lora(model: MultiExitTransformer, config: LoraConfig, layers: int, seed:
             part.register_load_state_dict_pre_hook(_from_checkpoint)
 
 
+def checkpoint_name(name: str) -> str:
+    """What a parameter of a model with corrections is called in a checkpoint; others keep their names."""
+    for inside, outside in _NAMES.items():
+        name = name.replace(f".{inside}", f".{outside}")
+    return name
+
+
 def merge_lora(weights: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """The weights of a checkpoint with corrections -> those of an ordinary model: W + scale * B A.
 

@@ -11,6 +11,7 @@ Legend: B batch, T time, D model, X exits.
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 import shutil
 import time
@@ -232,7 +233,8 @@ class MultiExitModule(pl.LightningModule):
         gradients = [p.grad for _, p in self.trained_parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
-        if not self.watch_step(float(norm)):
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # leaves out steps that overflow by itself
+        if not self.watch_step(float(norm), scaled=scaler is not None):
             for _, parameter in self.trained_parameters():
                 parameter.grad = None  # an optimizer passes over parameters without a gradient
 
@@ -313,8 +315,16 @@ class MultiExitModule(pl.LightningModule):
         self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
-    def watch_step(self, grad_norm: float) -> bool:
-        """Whether the step that was logged last has finite losses and gradients; see `NonfiniteGuard.watch`."""
+    def watch_step(self, grad_norm: float, *, scaled: bool) -> bool:
+        """Whether the step that was logged last has finite losses and gradients; see `NonfiniteGuard.watch`.
+
+        Args:
+            grad_norm: before clipping.
+            scaled: losses were multiplied by a scale for fp16, whose search for the highest that does not overflow
+                explains gradients that are not finite. It explains no such loss.
+        """
+        if scaled and not math.isfinite(grad_norm) and all(map(math.isfinite, self._losses_of_step.values())):
+            return True
         counts = self._guard.watch(self.global_step, self._losses_of_step, grad_norm, self._samples_of_step)
         if self._guard.skipped:
             self.log("train/skipped_steps", float(self._guard.skipped), on_step=True, on_epoch=False, batch_size=1)

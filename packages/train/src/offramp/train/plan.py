@@ -248,6 +248,8 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
         notes.append("fill_aware: tokens frozen at an exit still count as if all layers computed them.")
     if (module.get("objective") or {}).get("curriculum"):
         notes.append("curriculum: every exit is planned as if each step trained it.")
+    if module.get("lora"):
+        notes.append("lora: planned without the corrections, the backbone trained or frozen as freeze says.")
     times = _times(model, shape, machine, tensor)
     replicated = _replicas(trainer, pipe, tensor, notes)
     estimator = Estimator(

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from offramp.common.errors import OfframpError
 from offramp.train.checkpoint_io import cannot_write, write_durably, write_state
 from offramp.train.export import RECORD, STAGES
+from offramp.train.lora import checkpoint_name
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
 from offramp.train.stage_files import rank_suffix, read_whole, slice_metadata
 from offramp.train.training_checkpoint import (
@@ -173,8 +174,9 @@ def _is_zero(optimizer: Any) -> bool:
 
 
 def _trained(engine: EarlyExitPipelineEngine) -> list[tuple[str, nn.Parameter]]:
-    """Trained parameters of this stage under their names in the whole model, and the one that stands in for none."""
-    pairs = [(name, p) for name, p in engine.module.stage.named_parameters() if p.requires_grad]
+    """Trained parameters of this stage under their names in a checkpoint, and the one that stands in for none."""
+    named = engine.module.stage.named_parameters()
+    pairs = [(checkpoint_name(name), parameter) for name, parameter in named if parameter.requires_grad]
     return pairs if engine.module.idle is None else [*pairs, ("idle", engine.module.idle)]
 
 

@@ -334,8 +334,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         first = engine.is_first_stage() and engine.module.tensor_rank == 0
         positions = micro.tokens.input_ids.numel() if first else 0
         module.log_training(sums, positions, engine.grad_norm)
-        if not engine.overflowed:  # which a loss scale that is too high explains
-            module.watch_step(engine.grad_norm)  # the engine has left the step out already, if there was reason to
+        # The engine has left the step out already, if there was reason to.
+        module.watch_step(engine.grad_norm, scaled=engine.overflowed)
         return torch.zeros((), device=self.root_device)
 
     @override

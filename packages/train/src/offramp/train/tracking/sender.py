@@ -97,8 +97,8 @@ class Sender(threading.Thread):
                         f"the MLflow store at {mask(self.tracking_uri)} does not answer; the run goes on, and what is "
                         f"logged waits in {self.journal.path}: {in_words(fault)}"
                     )
+                pause = FLUSH_S if self.fault is None else min(2 * pause, LONGEST_PAUSE_S)
                 self.fault = fault
-                pause = min(2 * pause, LONGEST_PAUSE_S)
             if closing:
                 return
             if self.fault is None:
