@@ -77,8 +77,9 @@ def test_processes_stages_and_resuming_are_not_seen(checkpoint: Path, tmp_path: 
     pipeline = {"pipe": 2, "micro_batches": 3, "stage_bounds": [1]}
     runs = [
         {**settings, "out": str(tmp_path / "two.ckpt"), "strategy": {**pipeline, "zero_stage": 1}},
-        {**settings, "out": str(tmp_path / "on.ckpt"), "strategy": pipeline, "resume": str(tmp_path / "two-step=3.ckpt")},
+        {**settings, "out": str(tmp_path / "on.ckpt"), "strategy": pipeline},
     ]
+    runs[1]["resume"] = str(tmp_path / "two-step=3.ckpt")
     for answer in run_processes(fit_all, 2, runs, timeout_s=400)[0]:
         assert answer["metrics"][5, "train/loss"] == pytest.approx(whole[5, "train/loss"], rel=1e-4)
     expected = load_checkpoint(export_checkpoint(tmp_path / "one.ckpt", tmp_path / "one")).model.state_dict()

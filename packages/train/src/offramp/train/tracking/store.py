@@ -57,7 +57,7 @@ def is_refusal(fault: Exception) -> bool:
         status = fault.get_http_status_code()
     elif isinstance(fault, RequestException):
         status = None if fault.response is None else fault.response.status_code
-    elif isinstance(fault, ConnectionError | TimeoutError):  # of stores for artifacts, which have protocols of their own
+    elif isinstance(fault, ConnectionError | TimeoutError):  # stores for artifacts have protocols of their own
         return False
     elif isinstance(fault, OSError | ValueError | TypeError | KeyError):
         return True  # an artifact that cannot be read or written
