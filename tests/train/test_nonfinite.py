@@ -101,7 +101,7 @@ def test_one_process_skips_or_stops(checkpoint: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("poison", [False, True])
 def test_a_scale_that_is_too_high_is_no_fault_but_a_loss_is(checkpoint: str, tmp_path: Path, poison: bool) -> None:
     # Lightning scales losses on CUDA alone, unless it is given what does.
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)  # pyright: ignore[reportPrivateImportUsage]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
     settings: dict[str, Any] = {
         "trainer": {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]},
         "data": Poisoned if poison else Numbers,
