@@ -20,6 +20,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 _NAME = "elsewhere"
 _WAITING = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::masked_select")
+_COPYING = ("aten::copy_", "aten::to", "aten::_to_copy")
 _INDEXED = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
 
 
@@ -101,7 +102,7 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> 
     goes_away = named[0].type == _NAME if named else bool(away)
     if name == "aten::copy_":
         goes_away = isinstance(args[0], _Away)
-    if away and (not goes_away or name in _WAITING):
+    if (goes_away and _sends_and_waits(func, args, kwargs)) or (away and (not goes_away or name in _WAITING)):
         waits.append(name)
     result = func(*tree_map(_here, args), **tree_map(_here, kwargs))
     if not goes_away:
@@ -109,6 +110,15 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> 
         return result.clone() if any(result is one.here for one in away) else result
     known = {id(one.here): one for one in away}
     return tree_map(lambda one: _back(one, known), result)
+
+
+def _sends_and_waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation copies from the host, which has to wait until it is done."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    source = given.get("src" if func._schema.name == "aten::copy_" else "self")
+    if func._schema.name not in _COPYING or isinstance(source, _Away) or source.dim() == 0:
+        return False
+    return not given.get("non_blocking", False)
 
 
 def _but_indices(args: Sequence[Any]) -> list[Tensor]:

@@ -141,10 +141,11 @@ def test_rows_that_wait_and_shared_blocks(recorder: Recorder, sync_policy: Any) 
         assert found == [job.naive(model) for job in jobs]
 
 
-def test_the_host_waits_once_at_each_exit_and_once_for_the_tokens(recorder: Recorder) -> None:
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_the_host_waits_once_at_each_exit_and_once_for_the_tokens(recorder: Recorder, graphs: bool) -> None:
     model = tiny_model(ExitConfig((1, 3), "norm"))
     with there_is_elsewhere() as waits:
-        engine = make_engine(model, ExitPolicy("max_probability", {1: 0.99, 3: 0.99}))
+        engine = make_engine(model, ExitPolicy("max_probability", {1: 0.99, 3: 0.99}), cuda_graphs=graphs)
         params = SamplingParams(max_tokens=9, temperature=0)
         for index in range(3):
             engine.add_request(Request(str(index), (5, 6, 7 + index), params, ExitOptions("fill")))
@@ -152,7 +153,7 @@ def test_the_host_waits_once_at_each_exit_and_once_for_the_tokens(recorder: Reco
             engine.step()
         waits.clear()
         engine.step()
-        assert len(waits) == 3
+        assert len(waits) == 3, waits
 
 
 def test_what_every_exit_says_is_what_it_says_on_the_cpu(recorder: Recorder) -> None:

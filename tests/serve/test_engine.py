@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from helpers.engines import Job, drain, make_engine, run_jobs
 from helpers.tiny import EOS_ID, tiny_checkpoint, tiny_model, tiny_tokenizer
 from offramp.common.checkpoint import Checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.config import EngineConfig
 from offramp.serve.engine import Engine
 from offramp.serve.execution.departures import Departure
 from offramp.serve.execution.executor import Executor
+from offramp.serve.execution.stored_states import StoredStates
+from offramp.serve.model.packed import PackedModel
 from offramp.serve.offline import generate
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.output import RequestOutput
@@ -125,6 +129,45 @@ def test_an_error_in_an_iteration_fails_its_requests_with_the_cause_and_no_other
         assert "out of paper" in str(ends[name].error)
     assert requests[2].output_token_ids == requests[0].output_token_ids + requests[2].output_token_ids[2:]
     assert engine.num_free_blocks == 256
+
+
+def test_errors_while_kept_tokens_are_filled_in_leave_no_stored_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, take, forget = StoredStates.put, StoredStates.take, StoredStates.forget
+    stored: list[int] = []
+    num_faults = 0
+
+    def putting(self: StoredStates, states: Tensor) -> list[int]:
+        slots = put(self, states)
+        stored.extend(slots)
+        return slots
+
+    def taking(self: StoredStates, slots: Sequence[int]) -> Tensor:
+        for slot in slots:
+            stored.remove(slot)
+        return take(self, slots)
+
+    def forgetting(self: StoredStates, slots: Sequence[int]) -> None:
+        for slot in slots:
+            stored.remove(slot)
+        forget(self, slots)
+
+    def failing(*arguments: Any) -> None:
+        nonlocal num_faults
+        num_faults += 1
+        raise RuntimeError("out of ink")
+
+    monkeypatch.setattr(StoredStates, "put", putting)
+    monkeypatch.setattr(StoredStates, "take", taking)
+    monkeypatch.setattr(StoredStates, "forget", forgetting)
+    monkeypatch.setattr(PackedModel, "fill", failing)
+    # Of those who share an iteration, some want to be filled in and others carried on.
+    engine = make_engine(tiny_model(EXITS), max_num_seqs=6)
+    ways: tuple[KVPolicy, ...] = ("fill", "recompute", "verify")
+    for index in range(24):
+        engine.add_request(Job((5 + index, 6, 7), 20, EARLY, ways[index % 3], 2).request(str(index)))
+    drain(engine)
+    assert num_faults > 3
+    assert stored == []
 
 
 def test_logits_that_are_not_finite_fail_one_request_and_leave_no_trace_in_its_blocks() -> None:

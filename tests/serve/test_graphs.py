@@ -14,6 +14,7 @@ from helpers.recorder import Recorder
 from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
 from offramp.serve.kv_cache.storage import KVStorage
+from offramp.serve.model import flash_attention
 from offramp.serve.model.attended import Attended
 from offramp.serve.model.flash_attention import FlashRuns, can_flash
 from offramp.serve.model.layers_graphed import MAX_ROWS, GraphedLayers, row_bucket, table_bucket
@@ -154,3 +155,14 @@ def test_runs_of_rows_see_what_gathered_keys_are(window: int | None) -> None:
 
 def test_the_cpu_has_no_flash_attention() -> None:
     assert not can_flash(torch.device("cpu"), torch.bfloat16, 64, 256)
+
+
+def test_a_kernel_that_looks_at_what_nobody_wrote_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(*args: Any, **kwargs: Any) -> Tensor:
+        return _varlen(*args, **kwargs) + 0 * args[2][3].sum()  # values of a block that is nobody's
+
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(flash_attention, "_kernel", lambda: _varlen)
+    assert flash_attention._error(cpu, torch.float32, 8, 64) < 1e-5
+    monkeypatch.setattr(flash_attention, "_kernel", lambda: careless)
+    assert flash_attention._error(cpu, torch.float32, 8, 64) == math.inf

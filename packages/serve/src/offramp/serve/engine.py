@@ -122,6 +122,7 @@ class Engine:
         shortlist = None if checkpoint.policy is None else checkpoint.policy.shortlist
         if shortlist_head and shortlist is None:
             raise OfframpError("the checkpoint's exit policy has no shortlist to make a head of; calibrate with one.")
+        capture = captures(device) if config.cuda_graphs else None
         with torch.no_grad():
             packed = PackedModel(
                 checkpoint.model,
@@ -131,7 +132,7 @@ class Engine:
                 release=release_weights,
                 final_shortlist=shortlist if shortlist_head else None,
                 device=device,
-                capture=captures(device) if config.cuda_graphs else None,
+                capture=capture,
             )
         num_blocks = self._num_blocks(packed, dtype)
         self.cache_tokens = num_blocks * config.block_size
@@ -144,7 +145,7 @@ class Engine:
             dtype,
             poison_cache,
             device,
-            with_scratch=device.type != "cpu",
+            with_scratch=capture is not None,
         )
         self._clock = IterationClock()
         self._executor = Executor(packed, cache, self.max_model_len, config, self._clock)

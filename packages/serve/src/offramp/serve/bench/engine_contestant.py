@@ -16,6 +16,7 @@ from offramp.serve.bench.contestants import Identity
 from offramp.serve.bench.plan import Fields, Head, Variant, Workload
 from offramp.serve.bench.trial import Question, Trial
 from offramp.serve.config import EngineConfig
+from offramp.serve.devices import choose_device
 from offramp.serve.engine import Engine
 from offramp.serve.measures.records import IterationRecord
 from offramp.serve.request.exit_options import ExitOptions
@@ -155,7 +156,8 @@ class EngineShelf:
         Raises:
             OfframpError: the checkpoint or the machine does not allow it.
         """
-        size = _BLOCK_SIZE if variant.setting("device") == "cpu" else _CUDA_BLOCK_SIZE
+        device = choose_device(EngineConfig(device=variant.setting("device")))
+        size = _BLOCK_SIZE if device.type == "cpu" else _CUDA_BLOCK_SIZE
         base = EngineConfig(
             block_size=size,
             # One block more than each can fill: the scheduler lets nobody in who might soon have to go again.

@@ -156,6 +156,10 @@ class Bench:
                 else:
                     stack.callback(one.close)
                     contestants.append(one)
+            # A full collection walks over all that loading made: hundreds of milliseconds in the middle of a run.
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
             yield contestants, notes
 
     def _makers(self, experiment: Experiment) -> Iterator[tuple[str, Callable[[], Contestant]]]:

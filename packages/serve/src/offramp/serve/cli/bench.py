@@ -81,11 +81,12 @@ def main(argv: list[str]) -> int:
     bench = Bench(options.directory, options.plan, choices, settings)
     facts = report.machine()
     window = "with all seats taken" if options.closed_loop else "while all sequences decode"
+    hardware = ", ".join(filter(None, (facts["cpu"], facts["gpu"])))
     if not options.json:
         print(
             f"{options.directory}: tokens/s {window}, median (lowest..highest) of "
-            f"{settings.repetitions} runs taken in turn; {facts['gpu'] or facts['cpu']}, {facts['threads']} "
-            f"threads, torch {facts['torch']}",
+            f"{settings.repetitions} runs taken in turn; {hardware}, {facts['threads']} threads, "
+            f"torch {facts['torch']}",
             flush=True,
         )
     results: list[Measured] = []

@@ -307,12 +307,13 @@ class Executor:
             group = self._kept.take(iteration.owner(item), sweep.depth) if item in inside else None
             if group is not None:
                 (filled if iteration.requests.kv_policies[item] == "fill" else carried).append((item, group))
-        if filled:
-            self._fill(sweep, filled)
-        if carried:
-            arrivals = self._arrivals(carried, predicts=False)
-            self.trace.pending_rows += len(arrivals)
-            sweep.admit(arrivals, self._num_layers)
+        # All come out of the store first: if filling fails, nobody else would give the room of the others back.
+        to_fill, to_carry = (self._arrivals(some, predicts=False) if some else None for some in (filled, carried))
+        if to_fill is not None:
+            self._fill(sweep, to_fill)
+        if to_carry is not None:
+            self.trace.pending_rows += len(to_carry)
+            sweep.admit(to_carry, self._num_layers)
 
     def _arrivals(self, groups: Sequence[tuple[int, KeptGroup | ParkedRows]], *, predicts: bool) -> Arrivals:
         """Rows of some requests, with their states; the last of each may predict a token."""
@@ -327,14 +328,13 @@ class Executor:
             is_newest,
         )
 
-    def _fill(self, sweep: Sweep, groups: Sequence[tuple[int, KeptGroup]]) -> None:
+    def _fill(self, sweep: Sweep, kept: Arrivals) -> None:
         """Make keys and values of kept tokens for every layer above (saturated KV; CALM, section 3.2).
 
         Algorithm 1, lines 9 to 11, put off until somebody looks: all at once reads the weights once. The same is
         defined for training and naive generation by `Layout.exit_depths`.
         """
         self._clock.lap("other")
-        kept = self._arrivals(groups, predicts=False)
         self._model.fill(sweep.depth, kept.x, sweep.rows.at(kept.items, kept.positions), self._cache)
         self.trace.filled_rows += len(kept)
         self._clock.lap("fill")

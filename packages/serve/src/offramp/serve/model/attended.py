@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offramp.serve.devices import on_device
+
 LONG_RUN = 12
 """From this many rows on, a run of one sequence gathers its keys once instead of once for each row."""
 
@@ -148,11 +150,12 @@ class Attended:
                 if not len(index):
                     return cls(None, tuple(runs))
                 positions, sequences = positions[index], sequences[index]
-                index = index.to(device)
+                index = on_device(index.numpy(), device)
         num_keys = positions + 1 if sliding_window is None else (positions + 1).clamp(max=sliding_window)
         most = int(num_keys.max())
         tables = block_tables[sequences.long()]
-        slots, seen = single_keys(positions.to(device), tables.to(device), block_size, sliding_window, most)
+        positions, tables = on_device(positions.numpy(), device), on_device(tables.numpy(), device)
+        slots, seen = single_keys(positions, tables, block_size, sliding_window, most)
         bias = None if bool((num_keys == most).all()) else single_bias(seen, dtype)
         return cls(SingleRows(index, slots, bias), tuple(runs))
 
@@ -202,11 +205,11 @@ def _run_keys(
     """Slots [T] of the keys of a run, and [P, T] who sees which."""
     first = 0 if window is None else max(0, int(positions[0]) + 1 - window)
     keys = torch.arange(first, int(positions[-1]) + 1, device=device)
-    distance = positions.to(device)[:, None] - keys
+    distance = on_device(positions.numpy(), device)[:, None] - keys
     seen = distance >= 0
     if window is not None:
         seen &= distance < window
-    return table.to(device)[keys // block_size].long() * block_size + keys % block_size, seen
+    return on_device(table.numpy(), device)[keys // block_size].long() * block_size + keys % block_size, seen
 
 
 def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:

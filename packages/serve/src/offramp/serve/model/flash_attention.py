@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offramp.serve.devices import on_device
 from offramp.serve.model.attended import Attended
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class FlashRuns:
         lengths = positions[starts[1:] - 1] + 1
         tables = block_tables[sequences[first].long()]
         # One transfer for all.
-        numbers = torch.cat((starts, lengths, tables.flatten())).to(torch.int32).to(device)
+        numbers = torch.cat((starts, lengths, tables.flatten())).to(torch.int32)
+        numbers = on_device(numbers.numpy(), device)
         parts = numbers.split([len(starts), len(first), tables.numel()])
         longest = int(starts.diff().max())
         return cls(
@@ -143,6 +145,13 @@ def _error(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: 
     sequences = torch.cat((torch.zeros(chunk, dtype=torch.int32), torch.tensor([1, 2], dtype=torch.int32)))
     tables = torch.tensor([[4, 1], [2, 2], [6, 0]], dtype=torch.int32)
     query = torch.randn(len(positions), group * num_kv_heads, head_dim, generator=generator).to(device, dtype)
+    # What nobody has written yet may be anything, so it must not even be multiplied by 0.
+    lengths = torch.tensor([block_size + 5 + chunk, 1, 2 * block_size])
+    keys = torch.arange(2 * block_size)
+    slots = tables[:, keys // block_size].long() * block_size + keys % block_size
+    is_written = torch.zeros(len(cache), dtype=torch.bool)
+    is_written[slots[keys < lengths[:, None]]] = True
+    cache[(~is_written).to(device)] = torch.nan
     worst = 0.0
     for window in (None, block_size // 2):
         gathered = Attended.of(positions, sequences, tables, block_size, window, dtype, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -105,6 +106,9 @@ class OfframpHandler:
         )
         service = OpenAIService(thread, engine.tokenizer, card, engine.check)
         self._jobs = Jobs(service, thread, settings, totals.first_token, totals.finished)
+        # What loading made stays until the end, and a full collection takes hundreds of milliseconds to walk over it.
+        gc.collect()
+        gc.freeze()
         log.warning("Serving %s %s since %s", card.name, card.version, time.strftime("%H:%M:%S"))
 
 
