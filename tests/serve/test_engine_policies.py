@@ -221,3 +221,14 @@ def test_a_static_layer_must_be_an_exit() -> None:
     engine = make_engine(tiny_model(ExitConfig((1, 3), "norm")))
     with pytest.raises(OfframpError, match="static_layer 2 is no exit"):
         engine.add_request(Request("a", (5,), SamplingParams(), ExitOptions("static", static_layer=2)))
+
+
+def test_thresholds_that_decay_do_so_while_the_requests_stay_the_same() -> None:
+    model = tiny_model(ExitConfig((1, 2, 3), "norm"))
+    policy = ExitPolicy("max_probability", {1: 0.3, 2: 0.3, 3: 0.3}, decay=6.0)
+    jobs = [Job((5 + index, 6, 7), 24, policy) for index in range(4)]
+    expected = [job.naive(model) for job in jobs]
+    at_first = policy.threshold(1, 1, 24)
+    steady = ExitPolicy("max_probability", {1: at_first, 2: at_first, 3: at_first})
+    assert expected != [Job(job.prompt, 24, steady).naive(model) for job in jobs], "decay changes nothing here"
+    assert run_jobs(make_engine(model), jobs) == expected
