@@ -114,9 +114,11 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> 
 
 def _sends_and_waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operation copies from the host, which has to wait until it is done."""
+    if func._schema.name not in _COPYING:
+        return False
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    source = given.get("src" if func._schema.name == "aten::copy_" else "self")
-    if func._schema.name not in _COPYING or isinstance(source, _Away) or source.dim() == 0:
+    source = given["src" if func._schema.name == "aten::copy_" else "self"]
+    if isinstance(source, _Away) or source.dim() == 0:
         return False
     return not given.get("non_blocking", False)
 
