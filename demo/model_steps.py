@@ -45,5 +45,4 @@ def fit(
         console=console,
         threads=threads,
     )
-    newest = max((out / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
-    offramp("export", newest, out / "model", "--overwrite", console=console)
+    offramp("export", out, out / "model", "--overwrite", console=console)

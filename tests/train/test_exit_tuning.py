@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,25 @@ def with_exits(source: Path, out: Path, exits: ExitConfig) -> Path:
 
     import_model(str(source), out, exits=NewExits(exits), replace_exits=True)
     return out
+
+
+def test_a_run_stands_for_its_newest_whole_checkpoint(
+    source: Path, parts: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    with pytest.raises(OfframpError, match="has not written one yet"):
+        main([str(run), str(tmp_path / "none")])
+    for age, name in enumerate(("both", "first")):
+        shutil.copy(parts[name], run / "checkpoints" / f"{name}.ckpt")
+        os.utime(run / "checkpoints" / f"{name}.ckpt", (1000 - age, 1000 - age))
+    assert main([str(run), str(tmp_path / "newest"), "--dtype", "fp32"]) == 0
+    expected = exit_weights(export_checkpoint(parts["both"], tmp_path / "both", dtype="fp32"))
+    torch.testing.assert_close(exit_weights(tmp_path / "newest"), expected, rtol=0, atol=0)
+    (run / "checkpoints" / "both.ckpt").write_bytes(b"cut")
+    os.utime(run / "checkpoints" / "both.ckpt", (1000, 1000))
+    capsys.readouterr()
+    assert main([str(run), str(tmp_path / "before"), "--dtype", "fp32"]) == 0
+    assert "both.ckpt is left out" in capsys.readouterr().err
+    expected = exit_weights(export_checkpoint(parts["first"], tmp_path / "first", dtype="fp32"))
+    torch.testing.assert_close(exit_weights(tmp_path / "before"), expected, rtol=0, atol=0)

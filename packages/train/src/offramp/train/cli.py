@@ -33,7 +33,7 @@ from offramp.train.recipe import PLAN, RecipeArguments, import_object, load_reci
 from offramp.train.recipe_errors import explained
 from offramp.train.tracking.logger import OfframpMLFlowLogger
 from offramp.train.tracking.recorder import RunRecorder, Termination
-from offramp.train.training_checkpoint import damage
+from offramp.train.training_checkpoint import newest_whole
 
 Stage = Literal["fit", "validate", "test"]
 
@@ -163,21 +163,14 @@ def last_checkpoint(trainer: pl.Trainer) -> str | None:
     Lightning's own "last" finds only files that are named so.
 
     Raises:
-        OfframpError: there are some, and none is whole. That is no reason to begin anew without a word.
+        OfframpError: there are some, and none is whole.
     """
     callback = trainer.checkpoint_callback
     directory = Path(getattr(callback, "dirpath", None) or Path(trainer.default_root_dir) / "checkpoints")
-    found = sorted(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in found:
-        # Of what the pipeline wrote, all ranks load what rank 0 finds, so one of them is enough to read it all.
-        reason = damage(path, read=this_rank() == 0)
-        if reason is None:
-            return str(path)
-        rank_zero_warn(f"{path} is left out, because {reason}; the one before it is taken")
-    if found:
-        raise OfframpError(
-            f"none of the {len(found)} checkpoints in {directory} is whole; move them away to start from the beginning."
-        )
+    # Of what the pipeline wrote, all ranks load what rank 0 finds, so one of them is enough to read it all.
+    found = newest_whole(directory, tell=rank_zero_warn, read=this_rank() == 0)
+    if found is not None:
+        return str(found)
     rank_zero_info(f"no checkpoint in {directory} yet; starting from the beginning")
     return None
 

@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,12 +45,14 @@ from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.lora import merge_lora
 from offramp.train.stage_files import read_stages
-from offramp.train.training_checkpoint import RECORD_FILE, damage
+from offramp.train.training_checkpoint import RECORD_FILE, damage, newest_whole
 
 RECORD = "offramp"
 """Key of the record in a Lightning file."""
 STAGES = "checkpoint"
 """In a directory of `deepspeed_pipeline`, the folder with the stages."""
+CHECKPOINTS = "checkpoints"
+"""In the directory of a run, the folder with its training checkpoints."""
 MODEL_PREFIX = "model."
 """What stands before the parameters' names in a Lightning file."""
 _EXIT_PREFIX = "exits."
@@ -309,9 +312,10 @@ def main(argv: list[str]) -> int:
         prog="offramp export",
         description="Turn a training checkpoint (a .ckpt file, or the directory of deepspeed_pipeline) into a "
         "checkpoint directory: an ordinary Hugging Face model with exits beside it. Several checkpoints of one frozen "
-        "backbone are joined: each gives the exits that it trained.",
+        "backbone are joined: each gives the exits that it trained. The directory of a run stands for its newest "
+        "checkpoint.",
     )
-    parser.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help="training checkpoint")
+    parser.add_argument("checkpoints", metavar="CHECKPOINT", nargs="+", help="training checkpoint, or a run")
     parser.add_argument("out", metavar="OUT", help="directory to create")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint directory")
     parser.add_argument(
@@ -319,16 +323,28 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--assets", metavar="DIR", help="where the tokenizer is, if the starting directory has moved")
     arguments = parser.parse_args(argv)
+    first, *others = (_newest_of_run(Path(path)) for path in arguments.checkpoints)
     written = export_checkpoint(
-        arguments.checkpoints[0],
+        first,
         arguments.out,
-        others=arguments.checkpoints[1:],
+        others=others,
         overwrite=arguments.overwrite,
         dtype=arguments.dtype,
         assets=arguments.assets,
     )
     print(f"wrote {written}")
     return 0
+
+
+def _newest_of_run(path: Path) -> Path:
+    """A training checkpoint as it is, the directory of a run as its newest one."""
+    checkpoints = path / CHECKPOINTS
+    if not checkpoints.is_dir():
+        return path
+    newest = newest_whole(checkpoints, tell=lambda sentence: print(f"offramp export: {sentence}", file=sys.stderr))
+    if newest is None:
+        raise OfframpError(f"{checkpoints} holds no checkpoint; the run has not written one yet.")
+    return newest
 
 
 def _is_exit(name: str) -> bool:

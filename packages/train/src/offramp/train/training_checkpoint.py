@@ -11,7 +11,7 @@ import ctypes
 import os
 import shutil
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,30 @@ def damage(path: Path, *, read: bool = True) -> str | None:
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as fault:  # as flipped bits would have it
         return str(fault)
     return None if member is None else f"its part {member} is not what was written"
+
+
+def newest_whole(directory: Path, *, tell: Callable[[str], None], read: bool = True) -> Path | None:
+    """The newest checkpoint in a directory that is whole; None if there are no checkpoints at all.
+
+    Args:
+        directory: where a run writes its checkpoints; it need not exist.
+        tell: is given a sentence about each one that is left out.
+        read: see `damage`.
+
+    Raises:
+        OfframpError: there are some, and none is whole. That is no reason to go on without a word.
+    """
+    found = sorted(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in found:
+        reason = damage(path, read=read)
+        if reason is None:
+            return path
+        tell(f"{path} is left out, because {reason}; the one before it is taken")
+    if found:
+        raise OfframpError(
+            f"none of the {len(found)} checkpoints in {directory} is whole; move them away to start from the beginning."
+        )
+    return None
 
 
 def describe(file: Path) -> dict[str, Any]:
