@@ -164,7 +164,7 @@ class Grid:
     def get_pipe_parallel_group(self) -> Any:
         return self.group
 
-    get_data_parallel_group = get_pipe_parallel_group
+    get_data_parallel_group = get_model_parallel_group = get_pipe_parallel_group
 
 
 def one_that_stops() -> str | None:
