@@ -243,8 +243,9 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
     Args:
         cases: number of stages, and what to train on them.
     """
-    from offramp.train.pipeline.engine import EarlyExitPipelineEngine, StageModule, make_engine
+    from offramp.train.pipeline.engine import EarlyExitPipelineEngine, make_engine
     from offramp.train.pipeline.loss_scale import LossScale
+    from offramp.train.pipeline.stage_module import StageModule
 
     # isort: split
     import deepspeed

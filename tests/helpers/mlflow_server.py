@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import time
@@ -11,7 +10,7 @@ import urllib.request
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from helpers.processes import free_port
+from helpers.processes import forkserver, free_port
 
 
 class MlflowServer:
@@ -23,8 +22,7 @@ class MlflowServer:
 
     def __init__(self, database: Path) -> None:
         self.database, self.port = database, free_port()
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["mlflow.server.fastapi_app", "mlflow.server.handlers"])
+        self._context = forkserver()
         self._process: BaseProcess | None = None
 
     @property

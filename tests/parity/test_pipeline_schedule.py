@@ -47,7 +47,8 @@ class Span(NamedTuple):
 
 def recorded(case: Case) -> list[Span]:
     """In each process: all this stage runs in one step."""
-    from offramp.train.pipeline.engine import StageModule, make_engine
+    from offramp.train.pipeline.engine import make_engine
+    from offramp.train.pipeline.stage_module import StageModule
 
     # isort: split
     import deepspeed

@@ -180,7 +180,7 @@ def one_that_stops() -> str | None:
     try:
         for operation in one_f_one_b(3, 3).operations[links.stage]:
             if links.stage == 1 and operation == Operation("forward", 1):
-                threading.Event().wait(8)  # longer than the others have patience
+                threading.Event().wait(5)  # longer than the others have patience
                 return None
             if exchange.expects(operation):
                 exchange.receive(operation)

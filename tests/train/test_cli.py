@@ -13,6 +13,7 @@ import torch
 import yaml
 from mlflow import MlflowClient
 
+from helpers.processes import start_command
 from helpers.tiny import tiny_checkpoint, tiny_tokenizer
 from offramp.common.cli import main
 from offramp.common.errors import OfframpError
@@ -173,20 +174,20 @@ def test_two_processes_make_one_run_and_sigterm_ends_both(here: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["-1", "1"])
 def test_a_fault_of_several_ranks_is_said_once(here: Path, rank: str) -> None:
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     recipe = yaml.safe_load(Path("recipe.yaml").read_text())
     recipe["trainer"] |= {"devices": 2, "strategy": "ddp", "logger": False}
     recipe["trainer"]["callbacks"].append({"class_path": "helpers.faults.Fault", "init_args": {"rank": int(rank)}})
     recipe["data"]["batch_size"] = 1
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, "-m", "offramp.common.cli", "fit", "-c", "recipe.yaml"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stderr.count("offramp: error: the moon is full; wait.") == 1
-    assert done.returncode != 0
+    processes = start_command(["fit", "-c", "recipe.yaml"], Path("said"), ranks=2)
+    for process in processes:
+        process.join(300)
+    said = Path("said").read_text()
+    assert said.count("offramp: error: the moon is full; wait.") == 1
+    assert all(process.exitcode for process in processes)
     if rank == "-1":  # where rank 1 alone is at fault, rank 0 may say besides that it has lost it
-        assert "Traceback" not in done.stderr
-        assert done.returncode == 1
+        assert "Traceback" not in said
+        assert processes[0].exitcode == 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from offramp.common.checkpoint import load_checkpoint, save_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.importing import import_model
-from offramp.train.export import export_checkpoint, main, read_stages
+from offramp.train.export import export_checkpoint, main
+from offramp.train.stage_files import read_stages
 
 FROZEN: dict[str, Any] = {"freeze": ["backbone"], "final_weight": 0.0}
 BOTH = {**FROZEN, "exit_weights": [1.0, 1.0]}

@@ -19,10 +19,11 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.train.depth_spread import DepthSpread
 from offramp.train.exit_weights import Curriculum, WeightSchedule
-from offramp.train.export import export_checkpoint, main, read_stages
+from offramp.train.export import export_checkpoint, main
 from offramp.train.layer_dropout import LayerDropout
 from offramp.train.objective import ObjectiveConfig
 from offramp.train.priming import ExitPrimingModule, PrimingDataModule, StateBatch, StateLoader
+from offramp.train.stage_files import read_stages
 
 FILL_AWARE = {"fill_aware": {1: 0.2, 2: 0.2}}
 DISTILLED, SPREAD = ObjectiveConfig(distill=0.5), ObjectiveConfig(depth_spread=DepthSpread(weight=1.0))

@@ -92,8 +92,6 @@ def test_split_keeps_every_row_once(rows: int, parts: int, sizes: list[int]) -> 
 
 
 def test_impossible_weights_are_refused() -> None:
-    with pytest.raises(OfframpError, match=r"distill is 1\.5"):
-        Objective({4: 1.0}, distill=1.5)
     with pytest.raises(OfframpError, match="must not be negative"):
         Objective({2: -1.0, 4: 1.0})
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 import yaml
 
 from helpers.draws import read_draws
+from helpers.processes import start_command
 from helpers.tiny import tiny_checkpoint
 from offramp.common.exits.config import ExitConfig
 from offramp.train.sample_log import FILE, read_samples
@@ -62,43 +60,37 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def start(name: str) -> subprocess.Popen[bytes]:
-    """`offramp fit` of the run `name`, with its processes in a group of their own."""
-    tests = str(Path(__file__).parents[1])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    command = [sys.executable, "-m", "offramp.common.cli", "fit", "-c", "recipe.yaml", "--ckpt_path=last"]
-    with Path(f"{name}.log").open("ab") as log:
-        return subprocess.Popen(
-            [*command, f"--trainer.default_root_dir={name}"],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+def start(name: str, ranks: int) -> list[BaseProcess]:
+    """`offramp fit` of the run `name`."""
+    command = ["fit", "-c", "recipe.yaml", "--ckpt_path=last", f"--trainer.default_root_dir={name}"]
+    return start_command(command, Path(f"{name}.log"), ranks)
 
 
-def finish(name: str) -> None:
-    process = start(name)
+def finish(name: str, ranks: int) -> None:
+    processes = start(name, ranks)
     try:
-        assert process.wait(600) == 0, Path(f"{name}.log").read_text()[-4000:]
+        for process in processes:
+            process.join(600)
+            assert process.exitcode == 0, Path(f"{name}.log").read_text()[-4000:]
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        kill(processes)
 
 
-def kill_after(step: int, name: str) -> bool:
+def kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
+def kill_after(step: int, name: str, ranks: int) -> bool:
     """Kill a run some time after a step, if possible within the writing of a checkpoint; whether that was so."""
-    process = start(name)
+    processes = start(name, ranks)
     samples, checkpoints = Path(name) / FILE, Path(name) / "checkpoints"
     deadline, within = time.monotonic() + 600, False
     try:
         while True:
-            assert process.poll() is None, Path(f"{name}.log").read_text()[-4000:]
+            assert all(process.is_alive() for process in processes), Path(f"{name}.log").read_text()[-4000:]
             assert time.monotonic() < deadline
             done = [int(row["step"]) for row in read_samples(samples)] if samples.is_file() else []
             if done and done[-1] >= step:
@@ -107,8 +99,7 @@ def kill_after(step: int, name: str) -> bool:
                     return within
             time.sleep(0.002)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill(processes)
 
 
 @pytest.mark.slow
@@ -121,7 +112,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     data = {**RECIPE["data"], "batch_size": 2 if layout.startswith("two replicas") else 4}
     recipe = {**RECIPE, "trainer": {**RECIPE["trainer"], **LAYOUTS[layout]}, "data": data}
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
-    finish("unbroken")
+    ranks = LAYOUTS[layout]["devices"]
+    finish("unbroken", ranks)
     expected = (tmp_path / "unbroken" / FILE).read_text()
     rows = read_samples(tmp_path / "unbroken" / FILE)
     assert [int(row["step"]) for row in rows] == list(range(STEPS))
@@ -130,9 +122,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 
     kills = (6, 17) if layout != "two replicas, ZeRO-1" else (9,)
     for step in kills:
-        kill_after(step, "broken")
+        kill_after(step, "broken", ranks)
         assert len(read_samples(tmp_path / "broken" / FILE)) < STEPS
-    finish("broken")
+    finish("broken", ranks)
     assert Path("broken.log").read_text().count("Restored all states") == len(kills)
     assert (tmp_path / "broken" / FILE).read_text() == expected, "losses to the last digit, and samples"
     assert read_draws(tmp_path / "broken") == read_draws(tmp_path / "unbroken")

@@ -33,7 +33,7 @@ from offramp.train.recipe import PLAN, RecipeArguments, import_object, load_reci
 from offramp.train.recipe_errors import explained
 from offramp.train.tracking.logger import OfframpMLFlowLogger
 from offramp.train.tracking.recorder import RunRecorder, Termination
-from offramp.train.training_checkpoint import newest_whole
+from offramp.train.training_checkpoint import CHECKPOINTS, newest_whole
 
 Stage = Literal["fit", "validate", "test"]
 
@@ -166,7 +166,7 @@ def last_checkpoint(trainer: pl.Trainer) -> str | None:
         OfframpError: there are some, and none is whole.
     """
     callback = trainer.checkpoint_callback
-    directory = Path(getattr(callback, "dirpath", None) or Path(trainer.default_root_dir) / "checkpoints")
+    directory = Path(getattr(callback, "dirpath", None) or Path(trainer.default_root_dir) / CHECKPOINTS)
     # Of what the pipeline wrote, all ranks load what rank 0 finds, so one of them is enough to read it all.
     found = newest_whole(directory, tell=rank_zero_warn, read=this_rank() == 0)
     if found is not None:
@@ -252,7 +252,7 @@ def build(arguments: RecipeArguments) -> RecipeCLI:
     for callback in cast("list[pl.Callback]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             # Lightning's choice depends on the logger's run id, so that a resumed run could not find its checkpoints.
-            callback.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+            callback.dirpath = str(Path(trainer.default_root_dir) / CHECKPOINTS)
     trainer.callbacks.insert(0, RunRecorder(cli.resolved()))  # pyright: ignore[reportAttributeAccessIssue]
     return cli
 

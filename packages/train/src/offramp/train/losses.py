@@ -97,8 +97,6 @@ class Objective:
     depth_spread: DepthSpread | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.distill <= 1.0:
-            raise OfframpError(f"distill is {self.distill}; it must lie between 0 and 1.")
         if any(weight < 0 for weight in self.weights.values()) or not any(self.weights.values()):
             raise OfframpError(f"exit weights {list(self.weights.values())} must not be negative, nor all zero.")
 

@@ -10,7 +10,6 @@ Legend: B batch, T time, D model, X exits.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import os
 import shutil
@@ -34,8 +33,8 @@ from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.data.batch import TokenBatch
 from offramp.train.data.loader import BatchLoader
 from offramp.train.exit_weights import WeightRule
-from offramp.train.export import RECORD, make_record, plain
 from offramp.train.fill_aware import check_probabilities, draw_exit_depths
+from offramp.train.freezing import BACKBONE, freeze_parameters, untrained
 from offramp.train.layer_dropout import LayerDropout
 from offramp.train.lora import LoraConfig, add_lora
 from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader
@@ -44,12 +43,9 @@ from offramp.train.objective import ObjectiveConfig, RunObjective
 from offramp.train.optim import OptimizerConfig, make_optimizer
 from offramp.train.pipeline.registration import register_strategy
 from offramp.train.random_state import RandomStates
+from offramp.train.training_record import RECORD, make_record, plain
 
 register_strategy()
-
-BACKBONE = "backbone"
-"""In `freeze`: everything but the exits."""
-_EXITS = "exits."
 
 
 class MultiExitModule(pl.LightningModule):
@@ -419,42 +415,3 @@ class MultiExitModule(pl.LightningModule):
             model = MultiExitTransformer(config, exits)
             model.reset_parameters(torch.Generator().manual_seed(self.seed))
         return Checkpoint(model, read_json(directory / "config.json"), path=directory)
-
-
-def freeze_parameters(model: MultiExitTransformer, patterns: list[str]) -> None:
-    """Stop training the parameters that `patterns` name; see `MultiExitModule`.
-
-    Raises:
-        OfframpError: a pattern names nothing.
-    """
-    for pattern in patterns:
-        found = [parameter for name, parameter in model.named_parameters() if _names(pattern, name)]
-        if not found:
-            raise OfframpError(
-                f"freeze: {pattern!r} names no parameter; use 'backbone', a name like 'embed_tokens', or a pattern "
-                "like 'layers.*.mlp.*'."
-            )
-        for parameter in found:
-            parameter.requires_grad_(False)
-
-
-def untrained(model: MultiExitTransformer, objective: Objective) -> list[str]:
-    """Names of modules that only exits without a weight would train."""
-    names = [f"layers.{layer}" for layer in range(objective.deepest, model.depth)]
-    for layer in model.exit_config.layers:
-        if (
-            layer <= model.depth
-            and not objective.weights[layer]
-            and any(True for _ in model.exits[str(layer)].parameters())
-        ):
-            names.append(f"exits.{layer}")
-    if not objective.weights[objective.final_layer]:
-        names += ["norm"] if model.exit_config.head != "final" else []
-        names += ["lm_head"] if model.lm_head is not None and not model.exit_config.tied else []
-    return names
-
-
-def _names(pattern: str, name: str) -> bool:
-    if pattern == BACKBONE:
-        return not name.startswith(_EXITS)
-    return name.startswith(pattern + ".") or fnmatch.fnmatchcase(name, pattern)

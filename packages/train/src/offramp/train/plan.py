@@ -25,7 +25,7 @@ from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.cli import DEFAULT_CLASSES, EXIT_USAGE, read_configuration
 from offramp.train.depth_spread import DepthSpread
 from offramp.train.exit_weights import Curriculum, WeightSchedule
-from offramp.train.module import freeze_parameters, untrained
+from offramp.train.freezing import freeze_parameters, untrained
 from offramp.train.objective import ObjectiveConfig, RunObjective
 from offramp.train.pipeline.costs import MicroBatchShape, summed_bytes
 from offramp.train.pipeline.estimate import Estimator, Variant, compare
@@ -234,7 +234,8 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
         if not isinstance(data.get(key), int):
             raise OfframpError(f"plan needs data.{key}; {configuration['data'].get('class_path')} does not say it")
     pipe, tensor, parts = strategy["pipe"], strategy["tensor"], strategy["micro_batches"]
-    check_tensor_parallel(model.config, tensor)
+    lora, compiled = bool(module.get("lora")), bool(module.get("compile_layers"))
+    check_tensor_parallel(model.config, tensor, lora=lora, compiled=compiled)
     shape = MicroBatchShape(
         rows=_rows(data["batch_size"], parts),
         time=data["sequence_length"],
@@ -248,7 +249,7 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
         notes.append("fill_aware: tokens frozen at an exit still count as if all layers computed them.")
     if (module.get("objective") or {}).get("curriculum"):
         notes.append("curriculum: every exit is planned as if each step trained it.")
-    if module.get("lora"):
+    if lora:
         notes.append("lora: planned without the corrections, the backbone trained or frozen as freeze says.")
     times = _times(model, shape, machine, tensor)
     replicated = _replicas(trainer, pipe, tensor, notes)

@@ -33,9 +33,11 @@ from offramp.common.checkpoint import EXITS_WEIGHTS
 from offramp.common.errors import OfframpError
 from offramp.common.exits.policy import ExitPolicy
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
-from offramp.train.module import BACKBONE, MultiExitModule
+from offramp.train.freezing import BACKBONE
+from offramp.train.module import MultiExitModule
 from offramp.train.optim import OptimizerConfig
 from offramp.train.state_cache import CachedStates, StateCache, divergence, gigabytes, survey
+from offramp.train.training_record import plain
 
 TRAINABLE_HEADS = ("norm", "adapter", "mlp")
 """Heads that have weights of their own and need one token at a time."""
@@ -191,6 +193,7 @@ class ExitPrimingModule(MultiExitModule):
         self._take_shortlist(found.seen.to(self.device))
         identity = {
             "weights": {name: value for name, value in self.source.sha256.items() if name != EXITS_WEIGHTS},
+            "config": plain(self.source.hf_config),
             "tokens": found.digest,
             "exits": list(layers),
             "top": self.top,

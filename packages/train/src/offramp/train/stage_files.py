@@ -17,6 +17,8 @@ from torch import Tensor
 
 from offramp.common.errors import OfframpError
 
+STAGES = "checkpoint"
+"""In a directory of `deepspeed_pipeline`, the folder with the stages."""
 _SLICES = "slices"
 
 

@@ -30,12 +30,11 @@ from torch import Tensor
 from offramp.common.errors import OfframpError
 from offramp.common.hf import read_json, read_tensors
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+from offramp.train.linear_cross_entropy import CHUNK_ROWS
 
 MANIFEST = "manifest.json"
 SHARD_BYTES = 64 << 20
 """Size of a shard, about: what is lost at most when a run is killed."""
-CHUNK_ROWS = 256
-"""Rows whose logits exist at a time."""
 _LEAST = 1e-6
 """Smallest probability of all other tokens together that is told from 0 in fp32."""
 

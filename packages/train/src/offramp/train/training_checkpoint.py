@@ -21,6 +21,8 @@ from offramp.common.hf import read_json
 
 RECORD_FILE = "offramp.json"
 """The record in a directory of `deepspeed_pipeline`, written last."""
+CHECKPOINTS = "checkpoints"
+"""In the directory of a run, the folder with its training checkpoints."""
 FILES = "files"
 """In the record: path in the directory -> `describe` of every other file."""
 _PART = ".part"

@@ -28,10 +28,9 @@ from torch import Tensor, nn
 
 from offramp.common.errors import OfframpError
 from offramp.train.checkpoint_io import cannot_write, write_durably, write_state
-from offramp.train.export import RECORD, STAGES
 from offramp.train.lora import checkpoint_name
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
-from offramp.train.stage_files import rank_suffix, read_whole, slice_metadata
+from offramp.train.stage_files import STAGES, rank_suffix, read_whole, slice_metadata
 from offramp.train.training_checkpoint import (
     FILES,
     RECORD_FILE,
@@ -42,6 +41,7 @@ from offramp.train.training_checkpoint import (
     remove_leftovers,
     scratch_of,
 )
+from offramp.train.training_record import RECORD
 
 # isort: split
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -272,12 +272,14 @@ def _link(optimizer: Any) -> None:
 
 @contextmanager
 def _together(path: Path) -> Iterator[None]:
-    """A fault of writing on one rank becomes one on all of them: otherwise the others would wait for it."""
+    """A fault on one rank becomes one on all of them: otherwise the others would wait for it."""
     reason = None
     try:
         yield
     except OSError as fault:
         reason = str(fault)
+    except Exception as fault:
+        reason = f"{type(fault).__name__}: {fault}"
     reasons = [reason for reason in _gathered(reason) if reason is not None]
     if reasons:
         if torch.distributed.get_rank() == 0:

@@ -8,9 +8,9 @@ the exits read.
 What an exit reads is remembered in the forward pass, its logits are computed in the backward pass, one exit after the
 other, so that no stage ever holds the logits of more than one exit and one micro-batch.
 
-DeepSpeed gives the optimizers (ZeRO-0 and 1), process groups and checkpoints. The operations of a step and their order
-are Offramp's own (`schedule`, `exchange`): what is planned and simulated is what runs. The comments say what the stock
-engine does that does not fit.
+DeepSpeed gives the optimizers (ZeRO-0 and 1) and process groups. The operations of a step and their order are Offramp's
+own (`schedule`, `exchange`): what is planned and simulated is what runs. The comments say what the stock engine does
+that does not fit.
 
 Legend: B batch, T time, D model, S stages, X exits.
 """
@@ -18,11 +18,9 @@ Legend: B batch, T time, D model, S stages, X exits.
 from __future__ import annotations
 
 import contextlib
-import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import product, zip_longest
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from offramp.common.model.attention import Layout
-from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.agreement import NOT_ASKED, Predictions
 from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
@@ -39,140 +36,14 @@ from offramp.train.pipeline.exchange import Exchange, Links, watched
 from offramp.train.pipeline.filling import Weights, backward_rows, rows_of
 from offramp.train.pipeline.loss_scale import LossScale
 from offramp.train.pipeline.schedule import Kind, Operation, Schedule, forward_only, one_f_one_b
-from offramp.train.pipeline.stages import Stage, StagePlan
-from offramp.train.pipeline.tensor_parallel import shard_stage
-from offramp.train.stage_files import Slice, read_stages
-from offramp.train.tensor_group import TensorGroup
+from offramp.train.pipeline.stage_module import StageModule
 
 # isort: split
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-
-
-class StageModule(PipelineModule):
-    """A `Stage` as DeepSpeed wants it: process groups, and the parameters that stages share.
-
-    For DeepSpeed the pipeline has S layers, one per stage, and the stages of others are empty. Its own tied layers
-    are not used: they cannot share one parameter among several heads of a stage, and they save and load it in only one
-    of them.
-    Needs an initialised process group. Neighbouring ranks are those of one tensor group, then come data-parallel
-    replicas, then stages.
-
-    Args:
-        model: of which this rank's part is taken.
-        plan: its stages.
-        tensor: ranks that share each stage.
-        checkpoint_activations: see `Stage`.
-    """
-
-    def __init__(
-        self, model: MultiExitTransformer, plan: StagePlan, tensor: int = 1, checkpoint_activations: bool = False
-    ) -> None:
-        replicas = dist.get_world_size() // (plan.num_stages * tensor)
-        topology = PipeModelDataParallelTopology(plan.num_stages, tensor, replicas)
-        index = topology.get_coord(dist.get_rank()).pipe
-        stage = Stage(model, plan, index, checkpoint_activations)
-        self.sharding = None if tensor == 1 else shard_stage(stage, _tensor_group(topology))
-        layers: list[nn.Module] = [nn.Identity() for _ in range(plan.num_stages)]
-        layers[index] = stage
-        self._plan = plan
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its layers, which say nothing here
-            super().__init__(layers=layers, topology=topology, partition_method="uniform")
-        self.stage = stage
-        # DeepSpeed's optimizers and gradient norms need at least one parameter on every rank.
-        self.idle = None
-        if not any(parameter.requires_grad for parameter in stage.parameters()):
-            self.idle = nn.Parameter(torch.zeros(1, device=next(stage.parameters()).device))
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, forward_input: Tensor, layout: Layout
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `Stage.forward`."""
-        return self.stage(forward_input, layout)
-
-    def _index_tied_modules(self) -> dict[str, Any]:
-        stage = next(module for module in self.forward_funcs if isinstance(module, Stage))
-        own, tied = dict(stage.shared_parameters()), {}
-        for name, holders in self._plan.shared.items():
-            # Every rank takes part in making every group.
-            for replica, rank in product(range(self._grid.data_parallel_size), range(self._grid.model_parallel_size)):
-                ranks = [self._grid.stage_to_global(stage_id=s, data=replica, model=rank) for s in holders]
-                group = dist.new_group(ranks=ranks)
-                if self.global_rank not in ranks:
-                    continue
-                tied[name] = {"ranks": ranks, "group": group, "weight_attr": [name], "module": stage}
-                if self.global_rank != ranks[0]:
-                    setattr(own[name], "ds_pipe_replicated", True)  # noqa: B010 - so that norms count it once
-        return tied
-
-    @torch.no_grad()
-    def _synchronize_tied_weights(self) -> None:
-        super()._synchronize_tied_weights()
-
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """Shared parameters that are trained, with the process group of their holders, sorted by name."""
-        pairs = [(self.stage.get_parameter(name), tie["group"]) for name, tie in self.tied_comms.items()]
-        return [(parameter, group) for parameter, group in pairs if parameter.requires_grad]
-
-    @property
-    def tensor_rank(self) -> int:
-        """Among the ranks that share this stage; all of them have the same states and losses."""
-        return self._grid.get_tensor_model_parallel_rank()
-
-    def counted(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts a parameter, or its part of it, in norms; every number is counted by one rank."""
-        if getattr(parameter, "ds_pipe_replicated", False):
-            return False
-        return self.tensor_rank == 0 or getattr(parameter, "tensor_model_parallel", False)
-
-    def sum_partial_gradients(self) -> None:
-        """See `Sharding`."""
-        if self.sharding is not None:
-            self.sharding.sum_partial_gradients(self.stage)
-
-    @property
-    def slices(self) -> Mapping[str, Slice]:
-        """Of the parameters that this rank has a part of only."""
-        return {} if self.sharding is None else self.sharding.slices
-
-    def owned_names(self) -> set[str]:
-        """Names of the parameters that this rank writes into a checkpoint: a shared one is written by its owner."""
-        others = {name for name, stages in self._plan.shared.items() if stages[0] != self.stage.index}
-        own = self.stage.state_dict().keys() - others
-        return own if self.sharding is None else {name for name in own if self.sharding.owned(name)}
-
-    def owned_tensors(self) -> dict[str, Tensor]:
-        """The parameters of `owned_names`, on CPU."""
-        own = self.owned_names()
-        return {
-            name: tensor.detach().cpu().contiguous() for name, tensor in self.stage.state_dict().items() if name in own
-        }
-
-    def load_stages(self, directory: Path) -> None:
-        """Read this rank's parameters from the files of any number of stages and ranks."""
-        wanted = self.stage.state_dict().keys()
-        found = {name: tensor for name, tensor in read_stages(directory).items() if name in wanted}
-        self.stage.load_state_dict({name: self.cut(name, tensor) for name, tensor in found.items()})
-
-    def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, or of anything of its shape; a scalar stays as it is."""
-        return self.slices[name].of(tensor) if name in self.slices and tensor.dim() else tensor
-
-
-def _tensor_group(topology: PipeModelDataParallelTopology) -> TensorGroup:
-    """Of this process. The grid has one too, but comes only after the layers."""
-    mine = None
-    for ranks in topology.get_axis_comm_lists("model"):
-        group = dist.new_group(ranks=ranks)  # every rank takes part in making every group
-        if isinstance(group, ProcessGroup) and dist.get_rank() in ranks:
-            mine = TensorGroup(group, ranks.index(dist.get_rank()), len(ranks))
-    assert mine is not None
-    return mine
 
 
 class _InFlight(NamedTuple):
@@ -225,6 +96,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
             setattr(self.optimizer, "scaled_global_norm", self._zero_norm)  # noqa: B010 - see there
         self._queue: Sequence[MicroBatch] = ()
         self._in_flight: dict[int, _InFlight] = {}
+        self._whole = 0  # of the queue's micro-batches, those that go all the way
+        self._weights = Weights.even(self.num_stages)
         self._counts = torch.zeros(0)
         self._sums: ExitSums | None = None
         trained = torch.zeros(self.num_stages, device=self.device)
@@ -263,7 +136,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         rows = rows_of(schedule, micro_batches)
         self._weights, self.backward_rows = Weights.of(schedule, rows), backward_rows(schedule, rows)
         sums = self._run(micro_batches, schedule)
-        with self._watched("sums of gradients over all processes"):
+        with self.watched("sums of gradients over all processes"):
             if self._unscale():
                 self._reduce_shared_gradients()
                 self._reduce_gradients()
@@ -277,7 +150,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         self.module.eval()
         assert self.objective is not None
         self._counts = torch.ones(len(self.objective.layers))  # only scale a loss that nobody reads
-        self._weights = Weights((1.0,) * self.num_stages, (1.0,) * self.num_stages)
+        self._weights = Weights.even(self.num_stages)
         try:
             return self._run(micro_batches, forward_only(self.num_stages, len(micro_batches)))
         finally:
@@ -302,7 +175,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
                 else:
                     self._backward(operation.micro_batch, exchange)
             exchange.finish()
-        with self._watched("the predictions of the last stage"):
+        with self.watched("the predictions of the last stage"):
             self._sums.compare(self._final_predictions())
         self._queue = ()
         if self.module.tensor_rank:
@@ -395,7 +268,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
             del loss
         self._sums.predictions = said
 
-    def _watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around something that all processes do together: one that does not answer in time is said so."""
         return watched(self.links.name, what, "another process", self.links.limit)
 
     def _carries(self, kind: Kind, sender: int) -> bool:
@@ -453,8 +327,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
         assert self._sums is not None
         if not bool(self._sums.values.isfinite().all()):
             for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.fill_(math.nan)
+                if parameter.requires_grad:  # also of a stage whose loss reaches nothing that is trained
+                    parameter.grad = torch.full_like(parameter, math.nan)
 
     def _clip(self) -> None:
         """Global gradient norm over stages and tensor ranks, every parameter counted once, and clipping by it."""

@@ -84,6 +84,11 @@ class Weights:
     whole: tuple[float, ...]
 
     @classmethod
+    def even(cls, num_stages: int) -> Weights:
+        """Those of a step without partial micro-batches."""
+        return cls((1.0,) * num_stages, (1.0,) * num_stages)
+
+    @classmethod
     def of(cls, schedule: Schedule, rows: Mapping[int, int]) -> Weights:
         """The factors of a step.
 

@@ -34,12 +34,11 @@ from typing_extensions import override
 from offramp.common.errors import OfframpError
 from offramp.common.hf import read_json
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.train.export import STAGES
 from offramp.train.losses import Objective
 from offramp.train.module import MultiExitModule
 from offramp.train.pipeline import checkpoints
 from offramp.train.pipeline.costs import MicroBatchShape
-from offramp.train.pipeline.engine import EarlyExitPipelineEngine, StageModule, make_engine
+from offramp.train.pipeline.engine import EarlyExitPipelineEngine, make_engine
 from offramp.train.pipeline.estimate import Estimator
 from offramp.train.pipeline.filling import FillSettings, arrange
 from offramp.train.pipeline.loss_scale import LossScale
@@ -47,9 +46,11 @@ from offramp.train.pipeline.quiet_deepspeed import use_device
 from offramp.train.pipeline.registration import NAME, register_strategy
 from offramp.train.pipeline.report import StageReport, stage_records, stage_table
 from offramp.train.pipeline.schedule import Schedule
+from offramp.train.pipeline.stage_module import StageModule
 from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages, replicas
 from offramp.train.pipeline.tensor_parallel import check_tensor_parallel
 from offramp.train.pipeline.times import estimated, matrix_speed
+from offramp.train.stage_files import STAGES
 from offramp.train.training_checkpoint import FILES, RECORD_FILE, remove
 
 # isort: split
@@ -187,11 +188,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     def build_stages(self, model: MultiExitTransformer) -> StageModule:
         """This rank's stage of a model; called by `MultiExitModule.configure_model`."""
         config, exits = model.config, model.exit_config
-        check_tensor_parallel(config, self.tensor)
-        if self.tensor > 1 and (
-            other := "lora" if self.module.lora else self.module.compile_layers and "compile_layers"
-        ):
-            raise OfframpError(f"model.{other} does not go with tensor {self.tensor}; do without one of them.")
+        module = self.module
+        check_tensor_parallel(config, self.tensor, lora=module.lora is not None, compiled=module.compile_layers)
         plan = plan_stages(
             config, exits, self.pipe, self.stage_bounds, self.labelled_share, self.exit_placement, model.depth
         )
@@ -202,18 +200,22 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         return StageModule(model, plan, self.tensor, self.checkpoint_activations)
 
     def _describe(self, plan: StagePlan, model: MultiExitTransformer) -> StageReport:
-        """The stage plan; without data that says how large a batch is, for one row of 512 tokens."""
-        data = getattr(self.module.trainer, "datamodule", None)
-        rows = math.ceil(getattr(data, "batch_size", self.micro_batches) / self.micro_batches)
-        time = getattr(data, "sequence_length", 512)
-        mixed = PRECISIONS[str(self.precision_plugin.precision)] is not None
-        speed = matrix_speed(self.root_device, mixed)
-        estimator = self._estimator(plan, model, MicroBatchShape(rows, time, self.labelled_share, mixed), speed)
+        """The stage plan, at the speed that this device has now."""
+        shape = self._micro_batch_shape()
+        speed = matrix_speed(self.root_device, shape.mixed)
+        estimator = self._estimator(plan, model, shape, speed)
         text = (
-            f"stage plan for {self.micro_batches} micro-batches of {rows} x {time} tokens, estimated at "
+            f"stage plan for {self.micro_batches} micro-batches of {shape.rows} x {shape.time} tokens, estimated at "
             f"{speed / 1e12:.3g} TFLOP/s:\n{stage_table(estimator)}"
         )
         return StageReport(text, stage_records(estimator))
+
+    def _micro_batch_shape(self) -> MicroBatchShape:
+        """Without data that says how large a batch is, one row of 512 tokens."""
+        data = getattr(self.module.trainer, "datamodule", None)
+        rows = math.ceil(getattr(data, "batch_size", self.micro_batches) / self.micro_batches)
+        mixed = PRECISIONS[str(self.precision_plugin.precision)] is not None
+        return MicroBatchShape(rows, getattr(data, "sequence_length", 512), self.labelled_share, mixed)
 
     def _estimator(
         self, plan: StagePlan, model: MultiExitTransformer, shape: MicroBatchShape, speed: float
@@ -225,11 +227,10 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         )  # fmt: skip
 
     def _filled(self, plan: StagePlan, model: MultiExitTransformer) -> Schedule | None:
-        """1F1B with partial micro-batches, if asked for; the same on every rank, so from no measured time."""
+        """1F1B with partial micro-batches, if asked for; the same on every rank, so from no measured speed."""
         if self.fill_settings is None:
             return None
-        shape = MicroBatchShape(1, 512, self.labelled_share)
-        filling = self._estimator(plan, model, shape, speed=1e12).filling()
+        filling = self._estimator(plan, model, self._micro_batch_shape(), speed=1e12).filling()
         if filling is None:
             return None
         for shortfall in filling.shortfalls:
@@ -319,7 +320,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         engine.objective = module.objective
         counts = engine.objective.counts(micro)
         if self.data_parallel_size > 1:
-            dist.all_reduce(counts, group=engine.grid.get_data_parallel_group())
+            with engine.watched("the counts of tokens of all replicas"):
+                dist.all_reduce(counts, group=engine.grid.get_data_parallel_group())
         scale = None if engine.fp16_scale is None else engine.fp16_scale.value  # of this step
         if self.schedule is None or micro.tokens.num_rows < parts:  # a last batch may be small
             sums = engine.train_batch(micro.split(self.micro_batches), counts)

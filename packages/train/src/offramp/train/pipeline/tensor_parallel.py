@@ -31,8 +31,11 @@ from offramp.train.tensor_group import TensorGroup, share_of
 from offramp.train.vocabulary import VocabularyShard, locate
 
 
-def check_tensor_parallel(config: ModelConfig, size: int) -> None:
-    """Raise `OfframpError` unless the model can be divided among `size` ranks."""
+def check_tensor_parallel(config: ModelConfig, size: int, *, lora: bool = False, compiled: bool = False) -> None:
+    """Raise `OfframpError` unless the model, with these settings of its module, can be divided among `size` ranks."""
+    if size > 1 and (lora or compiled):
+        setting = "lora" if lora else "compile_layers"
+        raise OfframpError(f"model.{setting} does not go with tensor {size}; do without one of them.")
     heads, kv_heads = config.num_heads, config.num_kv_heads
     possible = [n for n in range(1, heads + 1) if n <= kv_heads or (n % kv_heads == 0 and heads % n == 0)]
     possible = [n for n in possible if n <= min(config.intermediate_size, config.vocab_size)]

@@ -154,15 +154,6 @@ class Journal:
                 last[name] = max(step, last.get(name, step))
         return last
 
-    def history(self, prefix: str) -> dict[str, list[tuple[int, float]]]:
-        """(step, value) of the metrics whose names begin with `prefix`, in the order in which they were logged."""
-        found: dict[str, list[tuple[int, float]]] = {}
-        for entry in self.entries(0):
-            for name, value in entry.content.get("metrics", {}).items():
-                if name.startswith(prefix):
-                    found.setdefault(name, []).append((entry.content["step"], float(value)))
-        return found
-
     def note(self) -> None:
         """Write down `run_id`, `tracking_uri` and `sent`; nothing after `close`, since it may be another's by then."""
         if self._is_closed:

@@ -183,22 +183,6 @@ class OfframpMLFlowLogger(Logger):
         """Logs a text as an artifact."""
         self._write(lambda journal: journal.append({"text": text, "artifact": artifact}))
 
-    @rank_zero_only
-    def log_file(self, name: str, folder: str = "") -> None:
-        """Logs a file of the run directory as an artifact, as it is when it is sent.
-
-        Args:
-            name: of the file within the run directory.
-            folder: of the artifact.
-        """
-        self._write(lambda journal: journal.append({"file": name, "folder": folder}))
-
-    def history(self, prefix: str) -> dict[str, list[tuple[int, float]]]:
-        """(step, value) of metrics whose names begin with `prefix`, also of what was logged before a resume."""
-        self._open()
-        assert self._journal is not None
-        return self._journal.history(prefix)
-
     @override
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:

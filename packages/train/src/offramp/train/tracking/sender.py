@@ -11,7 +11,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -200,8 +199,6 @@ class Sender(threading.Thread):
             self._tell_parameters(client, run_id, content["params"])
         elif "text" in content:
             client.log_text(run_id, content["text"], content["artifact"])
-        elif "file" in content:
-            client.log_artifact(run_id, str(_found(self.journal, content["file"])), content["folder"])
         elif content.get("status") == "RUNNING":
             client.update_run(run_id, status="RUNNING")
         elif "status" in content:
@@ -226,8 +223,3 @@ class Sender(threading.Thread):
             numbers = [int(match[1]) for tag in tags if (match := re.match(r"resume\.(\d+)\.", tag))]
             self._resume_number = max(numbers, default=0) + 1
         return self._resume_number
-
-
-def _found(journal: Journal, name: str) -> Path:
-    """A file of the run directory, wherever that lies by now."""
-    return journal.path.parent.parent / name
