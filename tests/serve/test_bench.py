@@ -208,7 +208,8 @@ def test_quality_is_told_beside_speed_in_a_closed_loop(
         assert row["requests_per_s"] > 0
         assert row["prefill_tokens_per_s"] is None
     for row in rows[:3] + rows[4:7]:
-        assert row["in_flight"] == pytest.approx(row["batch"], rel=0.05)
+        # On average over the run, so its start and its end weigh in: on a busy machine they are much of seven requests.
+        assert row["batch"] - 1 < row["in_flight"] <= row["batch"] + 1e-9
         assert row["quality_prompts"] == 3
         assert 0 <= row["quality_same_texts"] <= 1
         assert set(row["exit_layers"]) <= {"2", "4"}  # layer 1 is closed
