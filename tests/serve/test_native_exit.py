@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
+from helpers.live_bytes import LiveBytes
 from helpers.native import loaded
 from helpers.tiny import tiny_model
 from offramp.common.exits import confidence
@@ -15,7 +17,7 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.model.exit_head import ExitHead
 from offramp.serve.model import exit_transform, linear
 from offramp.serve.model.exit_transform import ExitTransform
-from offramp.serve.model.linear import PackedLinear
+from offramp.serve.model.linear import NativeMap, PackedLinear
 from offramp.serve.model.native import NativeLibrary, supported_isa_levels
 from offramp.serve.model.unembedding import Unembedding
 
@@ -75,6 +77,37 @@ def test_a_head_and_its_test_are_what_the_modules_say(config: ExitConfig, dtype:
                 assert torch.equal(ours, alone)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("width", [5, 33, 200])
+@pytest.mark.parametrize("int8", [False, True])
+def test_an_adapter_is_a_gate_of_ones_bit_for_bit_and_half_its_size(
+    native: NativeLibrary, width: int, dtype: torch.dtype, int8: bool
+) -> None:
+    head, size = make_head(ExitConfig((1,), "adapter", adapter_dim=width), dtype)
+    assert head.adapter is not None
+    assert head.adapter.down_proj is not None
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(40, size, generator=generator).to(dtype)
+    int8_for = dtype if int8 else None
+    with LiveBytes() as alive:
+        transform = ExitTransform(head, head.norm, EPS, "native", int8_for=int8_for)
+        gc.collect()
+        packed_bytes = alive.now
+        down = head.adapter.down_proj.weight.detach()
+        ups = torch.cat((x.new_zeros(width), x.new_ones(width)))
+        gated = NativeMap.pack(
+            native.ops, torch.cat((down, torch.zeros_like(down))), ups, gated=True, int8_for=int8_for
+        )
+        proj = NativeMap.pack(native.ops, head.adapter.proj.weight.detach(), None, int8_for=int8_for)
+    whole_panels = 2 * 2 * 16 * size * dtype.itemsize  # what padding may add to both maps
+    assert packed_bytes <= proj.weight.nbytes + gated.weight.nbytes * 0.6 + whole_panels
+    assert head.norm is not None
+    gate_of_ones = native.ops.exit_state(
+        x, head.adapter.norm.weight.detach(), *gated, width, True, *proj, True, head.norm.weight.detach(), EPS
+    )
+    assert torch.equal(transform(x), gate_of_ones)
+
+
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("vocabulary", [33, 1300, 9000])
@@ -113,7 +146,7 @@ def test_cosine(native: NativeLibrary, dtype: torch.dtype) -> None:
 
 def test_arguments_that_do_not_fit_are_refused(native: NativeLibrary) -> None:
     x, packed = torch.randn(3, 36), native.ops.pack_linear(torch.randn(50, 40))
-    none = (None, None, None, None, 0, None, None, None, False, None, EPS)
+    none = (None, None, None, None, 0, False, None, None, None, False, None, EPS)
     with pytest.raises(RuntimeError, match="40 features"):
         native.ops.exit_test(x, *none, packed, None, 50, None, True)
     with pytest.raises(RuntimeError, match="each of the 40 logits"):
@@ -121,6 +154,6 @@ def test_arguments_that_do_not_fit_are_refused(native: NativeLibrary) -> None:
     with pytest.raises(RuntimeError, match="must be contiguous"):
         native.ops.exit_state(torch.randn(36, 3).T, *none)
     with pytest.raises(RuntimeError, match="a norm before it"):
-        native.ops.exit_state(x, None, None, None, None, 0, packed, None, None, False, None, EPS)
+        native.ops.exit_state(x, None, None, None, None, 0, False, packed, None, None, False, None, EPS)
     with pytest.raises(RuntimeError, match="must agree"):
         native.ops.cosine(x, x[:2])

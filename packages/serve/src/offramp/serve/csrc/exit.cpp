@@ -37,24 +37,24 @@ Linear<T> map_of(const Tensor& packed, const OptionalTensor& bias, const Optiona
 
 // The arguments that make up a head, checked.
 template <class T>
-ExitHead<T> head_of(const Tensor& x, const OptionalTensor& inner_norm, const OptionalTensor& gated,
-                    const OptionalTensor& gated_bias, const OptionalTensor& gated_scales, int64_t features,
+ExitHead<T> head_of(const Tensor& x, const OptionalTensor& inner_norm, const OptionalTensor& inner,
+                    const OptionalTensor& inner_bias, const OptionalTensor& inner_scales, int64_t features, bool gated,
                     const OptionalTensor& map, const OptionalTensor& map_bias, const OptionalTensor& map_scales, bool scaled,
                     const OptionalTensor& norm, double eps) {
   const int64_t hidden = x.size(1);
   TORCH_CHECK(map.has_value() == inner_norm.has_value(), "a head has a map and a norm before it, or neither");
-  TORCH_CHECK(map || !gated, "a head with a gated map has one after it");
+  TORCH_CHECK(map || !inner, "a head with an inner map has one after it");
   ExitHead<T> head{hidden,       float(eps),   norm_of<T>(inner_norm, "inner_norm", x), std::nullopt,
                    std::nullopt, scaled,       norm_of<T>(norm, "norm", x)};
-  if (gated) head.gated = map_of<T>(*gated, gated_bias, gated_scales, "gated", hidden, features, true);
-  if (map) head.map = map_of<T>(*map, map_bias, map_scales, "map", gated ? features : hidden, hidden, false);
+  if (inner) head.inner = map_of<T>(*inner, inner_bias, inner_scales, "inner", hidden, features, gated);
+  if (map) head.map = map_of<T>(*map, map_bias, map_scales, "map", inner ? features : hidden, hidden, false);
   return head;
 }
 
 // What a transform writes to, as tensors.
 template <class T>
 struct ExitMemory {
-  Tensor normed, gated, correction, state;
+  Tensor normed, inner, correction, state;
 
   ExitMemory(const ExitHead<T>& head, const Tensor& x) {
     const int64_t n = x.size(0);
@@ -62,12 +62,12 @@ struct ExitMemory {
       normed = at::empty({n, padded_depth<T>(head.hidden)}, x.options());
       correction = at::empty({n, head.hidden}, x.options());
     }
-    if (head.gated) gated = at::zeros({n, padded_depth<T>(head.gated->columns)}, x.options());
+    if (head.inner) inner = at::zeros({n, padded_depth<T>(head.inner->columns)}, x.options());
     state = at::empty({n, padded_depth<T>(head.hidden)}, x.options());
   }
 
   ExitBuffers<T> buffers() const {
-    return {normed.defined() ? data<T>(normed) : nullptr, gated.defined() ? data<T>(gated) : nullptr,
+    return {normed.defined() ? data<T>(normed) : nullptr, inner.defined() ? data<T>(inner) : nullptr,
             correction.defined() ? data<T>(correction) : nullptr};
   }
   Tensor result(int64_t hidden) const { return state.size(1) == hidden ? state : state.narrow(1, 0, hidden); }
@@ -78,16 +78,16 @@ void check_states(const Tensor& x) {
   TORCH_CHECK(x.is_contiguous(), "x has strides ", x.strides(), "; it must be contiguous");
 }
 
-Tensor exit_state(const Tensor& x, const OptionalTensor& inner_norm, const OptionalTensor& gated,
-                  const OptionalTensor& gated_bias, const OptionalTensor& gated_scales, int64_t features,
+Tensor exit_state(const Tensor& x, const OptionalTensor& inner_norm, const OptionalTensor& inner,
+                  const OptionalTensor& inner_bias, const OptionalTensor& inner_scales, int64_t features, bool gated,
                   const OptionalTensor& map, const OptionalTensor& map_bias, const OptionalTensor& map_scales, bool scaled,
                   const OptionalTensor& norm, double eps) {
   check_states(x);
   Tensor state;
   with_type(x, [&](auto type) {
     using T = decltype(type);
-    const auto head = head_of<T>(x, inner_norm, gated, gated_bias, gated_scales, features, map, map_bias, map_scales,
-                                 scaled, norm, eps);
+    const auto head = head_of<T>(x, inner_norm, inner, inner_bias, inner_scales, features, gated, map, map_bias,
+                                 map_scales, scaled, norm, eps);
     const ExitMemory<T> memory(head, x);
     const ExitBuffers<T> buffers = memory.buffers();
     const int64_t n = x.size(0);
@@ -100,10 +100,10 @@ Tensor exit_state(const Tensor& x, const OptionalTensor& inner_norm, const Optio
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> exit_test(
-    const Tensor& x, const OptionalTensor& inner_norm, const OptionalTensor& gated, const OptionalTensor& gated_bias,
-    const OptionalTensor& gated_scales, int64_t features, const OptionalTensor& map, const OptionalTensor& map_bias,
-    const OptionalTensor& map_scales, bool scaled, const OptionalTensor& norm, double eps, const Tensor& unembedding,
-    const OptionalTensor& unembedding_scales, int64_t vocab, const OptionalTensor& tokens, bool margin) {
+    const Tensor& x, const OptionalTensor& inner_norm, const OptionalTensor& inner, const OptionalTensor& inner_bias,
+    const OptionalTensor& inner_scales, int64_t features, bool gated, const OptionalTensor& map,
+    const OptionalTensor& map_bias, const OptionalTensor& map_scales, bool scaled, const OptionalTensor& norm, double eps,
+    const Tensor& unembedding, const OptionalTensor& unembedding_scales, int64_t vocab, const OptionalTensor& tokens, bool margin) {
   check_states(x);
   TORCH_CHECK(!tokens || (tokens->is_cpu() && tokens->is_contiguous() && tokens->scalar_type() == at::kLong &&
                           tokens->dim() == 1 && tokens->size(0) == vocab),
@@ -114,8 +114,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> exit_test(
   Tensor state;
   with_type(x, [&](auto type) {
     using T = decltype(type);
-    const auto head = head_of<T>(x, inner_norm, gated, gated_bias, gated_scales, features, map, map_bias, map_scales,
-                                 scaled, norm, eps);
+    const auto head = head_of<T>(x, inner_norm, inner, inner_bias, inner_scales, features, gated, map, map_bias,
+                                 map_scales, scaled, norm, eps);
     const Linear<T> logits =
         map_of<T>(unembedding, std::nullopt, unembedding_scales, "unembedding", head.hidden, vocab, false);
     const ExitMemory<T> memory(head, x);
@@ -167,16 +167,16 @@ Tensor cosine_rows(const Tensor& x, const Tensor& previous) {
 }  // namespace offramp
 
 TORCH_LIBRARY_FRAGMENT(OFFRAMP_OPS, m) {
-  // An exit head on states x [N, D]: norm(x + map(gated(inner_norm(x))) * scale), all of it optional. `features` is F of
-  // the gated map; `scaled` multiplies by the root mean square of x.
+  // An exit head on states x [N, D]: norm(x + map(inner(inner_norm(x))) * scale), all of it optional. `features` is F of
+  // the inner map, which is gated or followed by SiLU; `scaled` multiplies by the root mean square of x.
   m.def(
-      "exit_state(Tensor x, Tensor? inner_norm, Tensor? gated, Tensor? gated_bias, Tensor? gated_scales, int features, "
-      "Tensor? map, Tensor? map_bias, Tensor? map_scales, bool scaled, Tensor? norm, float eps) -> Tensor");
+      "exit_state(Tensor x, Tensor? inner_norm, Tensor? inner, Tensor? inner_bias, Tensor? inner_scales, int features, "
+      "bool gated, Tensor? map, Tensor? map_bias, Tensor? map_scales, bool scaled, Tensor? norm, float eps) -> Tensor");
   // The same, then what `head` gives for an unembedding (or a shortlist of it), and the confidence [N] fp32: the best
   // token's probability, or that less the second's. `tokens` [vocab] are what a shortlist's own numbers stand for.
   m.def(
-      "exit_test(Tensor x, Tensor? inner_norm, Tensor? gated, Tensor? gated_bias, Tensor? gated_scales, int features, "
-      "Tensor? map, Tensor? map_bias, Tensor? map_scales, bool scaled, Tensor? norm, float eps, Tensor unembedding, "
+      "exit_test(Tensor x, Tensor? inner_norm, Tensor? inner, Tensor? inner_bias, Tensor? inner_scales, int features, "
+      "bool gated, Tensor? map, Tensor? map_bias, Tensor? map_scales, bool scaled, Tensor? norm, float eps, Tensor unembedding, "
       "Tensor? unembedding_scales, int vocab, Tensor? tokens, bool margin) -> "
       "(Tensor state, Tensor token_ids, Tensor best, Tensor second, Tensor logsumexp, Tensor confidence)");
   // Of rows [N, D] -> [N] fp32, at most 1.

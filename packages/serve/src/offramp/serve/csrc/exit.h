@@ -16,19 +16,19 @@
 namespace offramp {
 inline namespace OFFRAMP_ISA {
 
-// norm(x + map(gated(inner_norm(x))) * scale), and what of it a head has.
+// norm(x + map(inner(inner_norm(x))) * scale), and what of it a head has.
 template <class T>
 struct ExitHead {
   int64_t hidden;  // D
   float eps;
   const T* inner_norm;             // [D]; null: there is no map
-  std::optional<Linear<T>> gated;  // D -> F
+  std::optional<Linear<T>> inner;  // D -> F, gated or followed by SiLU
   std::optional<Linear<T>> map;    // D or F -> D
   bool scaled;                     // by the root mean square of x
   const T* norm;                   // [D]; null: none
 
   int64_t multiplications() const {
-    return (gated ? 2 * gated->columns * gated->depth : 0) + (map ? map->columns * map->depth : 0) + hidden;
+    return (inner ? (inner->gated ? 2 : 1) * inner->columns * inner->depth : 0) + (map ? map->columns * map->depth : 0) + hidden;
   }
 };
 
@@ -36,7 +36,7 @@ struct ExitHead {
 template <class T>
 struct ExitBuffers {
   T* normed;      // [N, padded D]
-  T* gated;       // [N, padded F]
+  T* inner;       // [N, padded F]
   T* correction;  // [N, D]
 };
 
@@ -66,11 +66,14 @@ void transform(const ExitHead<T>& head, const T* x, int64_t rows, const ExitBuff
     const SharedNorm<T> norm{buffers.normed, head.hidden, padded, head.eps};
     const T* inner = norm(x, rows, head.inner_norm, own, team, barrier);
     int64_t inner_stride = padded;
-    if (head.gated) {
-      inner_stride = padded_depth<T>(head.gated->columns);
-      gemm<Epilogue::GatedSilu>(inner, rows, padded, *head.gated, buffers.gated, inner_stride, team);
+    if (head.inner) {
+      inner_stride = padded_depth<T>(head.inner->columns);
+      if (head.inner->gated)
+        gemm<Epilogue::GatedSilu>(inner, rows, padded, *head.inner, buffers.inner, inner_stride, team);
+      else
+        gemm<Epilogue::Silu>(inner, rows, padded, *head.inner, buffers.inner, inner_stride, team);
       barrier.wait(team.count);
-      inner = buffers.gated;
+      inner = buffers.inner;
     }
     gemm<Epilogue::Store>(inner, rows, inner_stride, *head.map, buffers.correction, head.hidden, team);
     barrier.wait(team.count);

@@ -231,6 +231,7 @@ using Tiles = VectorTiles<T>;
 enum class Epilogue {
   Store,      // y = s
   Residual,   // y = y + s
+  Silu,       // y = silu(s)
   GatedSilu,  // y = silu(gate) * up
 };
 
@@ -248,6 +249,8 @@ static inline void finish_row(const float* sums, const T* bias, Y* y, int64_t co
     else
       store_part(y, gated, int(columns));
   } else {
+    if constexpr (kEpilogue == Epilogue::Silu)
+      for (int v = 0; v < 2; ++v) s[v] = silu(round_to<T>(s[v]));
     for (int v = 0; v < 2; ++v, y += kLanes, columns -= kLanes) {
       if (columns >= kLanes)
         store(y, kEpilogue == Epilogue::Residual ? load(y) + round_to<T>(s[v]) : s[v]);

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from offramp.common.exits import confidence
-from offramp.common.model.exit_head import Adapter, ExitHead
+from offramp.common.model.exit_head import ExitHead
 from offramp.common.model.norm import RMSNorm
 from offramp.serve.model import ops
 from offramp.serve.model.head_output import HeadOutput
@@ -38,7 +39,7 @@ def cosine(kernels: ChosenKernels) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class ExitTransform:
-    """norm(x + map(inner_norm(x)) * scale): an exit head without a block, or what follows the block."""
+    """norm(x + map(inner(inner_norm(x))) * scale): an exit head without a block, or what follows the block."""
 
     def __init__(
         self,
@@ -62,28 +63,36 @@ class ExitTransform:
         self._norm = _weight(norm)
         self._inner_norm: Tensor | None = None
         self._is_scaled = False
-        gated: _Map | None = None
+        inner: _Map | None = None
         linear: _Map | None = None
+        is_gated = False
         if head is not None and head.adapter is not None:
             self._inner_norm, self._is_scaled = _weight(head.adapter.norm), True
-            gated, linear = _silu(head.adapter), stacked(head.adapter.proj)
+            inner = None if head.adapter.down_proj is None else stacked(head.adapter.down_proj)
+            linear = stacked(head.adapter.proj)
         elif head is not None and head.mlp is not None:
-            self._inner_norm = _weight(head.mlp_norm)
-            gated, linear = stacked(head.mlp.gate_proj, head.mlp.up_proj), stacked(head.mlp.down_proj)
+            self._inner_norm, is_gated = _weight(head.mlp_norm), True
+            inner, linear = stacked(head.mlp.gate_proj, head.mlp.up_proj), stacked(head.mlp.down_proj)
         library = native_library() if kernels == "native" else None
         if library is not None:
             native = library.ops
             self._exit_state, self._exit_test = native.exit_state.default, native.exit_test.default
-            features = 0 if gated is None else len(gated[0]) // 2
+            features = 0 if inner is None else len(inner[0]) // (2 if is_gated else 1)
             packed = (
-                *(_NO_MAP if gated is None else NativeMap.pack(native, *gated, gated=True, int8_for=int8_for).moved()),
+                *(
+                    _NO_MAP
+                    if inner is None
+                    else NativeMap.pack(native, *inner, gated=is_gated, int8_for=int8_for).moved()
+                ),
                 features,
+                is_gated,
                 *(_NO_MAP if linear is None else NativeMap.pack(native, *linear, int8_for=int8_for).moved()),
             )
             self._arguments = (self._inner_norm, *packed, self._is_scaled, self._norm, eps)
         else:
             self._exit_state = self._exit_test = None
-            self._gated = None if gated is None else PackedLinear(*gated, kernels=kernels, int8_for=int8_for)
+            self._inner = None if inner is None else PackedLinear(*inner, kernels=kernels, int8_for=int8_for)
+            self._activation = ops.gated_silu if is_gated else F.silu
             self._map = None if linear is None else PackedLinear(*linear, kernels=kernels, int8_for=int8_for)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -92,7 +101,7 @@ class ExitTransform:
             return self._exit_state(x.contiguous(), *self._arguments)
         if self._map is not None:
             inner = ops.rms_norm(x, self._inner_norm, self._eps)
-            correction = self._map(inner if self._gated is None else ops.gated_silu(self._gated(inner)))
+            correction = self._map(inner if self._inner is None else self._activation(self._inner(inner)))
             if self._is_scaled:
                 correction = correction * x.float().pow(2).mean(dim=-1, keepdim=True).add(self._eps).sqrt().to(x.dtype)
             x = x + correction
@@ -121,16 +130,6 @@ class ExitTransform:
         state = self(x)
         head = unembed.head(state)
         return state, head, head.margin if measure == "margin" else head.max_probability
-
-
-def _silu(adapter: Adapter) -> _Map | None:
-    """SiLU by itself is a gate of something that is always one: no weight, and a bias of one."""
-    if adapter.down_proj is None:
-        return None
-    weight = adapter.down_proj.weight.detach()
-    norm = adapter.norm.weight.detach()  # of the states' type, which the weight need not be
-    bias = torch.cat((norm.new_zeros(len(weight)), norm.new_ones(len(weight))))
-    return torch.cat((weight, torch.zeros_like(weight))), bias
 
 
 def _weight(norm: RMSNorm | None) -> Tensor | None:

@@ -90,7 +90,7 @@ def _exits_agree(ops: Any, dtype: torch.dtype) -> bool:
     gate_up, down, unembedding = (
         (torch.randn(size, generator=generator) / 7).to(dtype) for size in ((26, 45), (45, 13), (70, 45))
     )
-    packed = (ops.pack_linear(gate_up, gated=True), None, None, 13, ops.pack_linear(down), None, None)
+    packed = (ops.pack_linear(gate_up, gated=True), None, None, 13, True, ops.pack_linear(down), None, None)
     head = (inner_norm, *packed, True, norm, _EPS)
     wide = x.double()
     gates, ups = F.linear(_norm(wide, inner_norm.double()), gate_up.double()).chunk(2, dim=1)
