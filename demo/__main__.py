@@ -13,7 +13,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from demo.cron_task import Row, cron_rows
 from demo.measure import Measurement, measure
 from demo.model_steps import add_exits, fit, take_plain
 from demo.report import draw_exit_depths, results_table
-from demo.steps import Steps, offramp
+from demo.steps import SCRIPT, Steps, offramp
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "demo"
 NAME = "offramp-demo"
@@ -233,9 +232,9 @@ def serve_and_measure(
 @contextmanager
 def served(folder: Path, console: Console) -> Iterator[str]:
     """`offramp serve` on a free port, stopped at the end with Ctrl-C's signal; gives the base URL."""
-    command = [str(Path(sys.executable).with_name("offramp")), "serve", str(folder), "--port", "0"]
-    console.print(f"   [cyan]offramp serve {folder} --port 0[/]", soft_wrap=True)
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    words = ["serve", str(folder), "--port", "0"]
+    console.print(f"   [cyan]offramp {' '.join(words)}[/]", soft_wrap=True)
+    server = subprocess.Popen([str(SCRIPT), *words], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         for line in server.stdout:

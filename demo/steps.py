@@ -14,6 +14,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+SCRIPT = Path(sys.executable).with_name("offramp")
+"""The one of this very environment, activated or not."""
+
 
 class Steps:
     """Runs steps in order and remembers what each was made from.
@@ -75,7 +78,6 @@ def offramp(*arguments: str | Path, console: Console, threads: int | None = None
     environment = dict(os.environ)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
-    command = [str(Path(sys.executable).with_name("offramp")), *words]
-    code = subprocess.run(command, env=environment, check=False).returncode
+    code = subprocess.run([str(SCRIPT), *words], env=environment, check=False).returncode
     if code != 0:
         raise SystemExit(f"demo: `offramp {words[0]}` ended with exit code {code}; its message is above.")

@@ -38,6 +38,25 @@ def no_network() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def quick_offramp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An `offramp` that is forked from a process with all imports; its directory belongs at the front of PATH."""
+    from helpers.commands import forked_offramp
+
+    with forked_offramp(tmp_path_factory.mktemp("bin")) as script:
+        yield script
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow SQLite file with tables and nothing in them, to be copied: to make them takes seconds."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct from its package as a plain directory in fp32; made once a session, in about 15 s."""
     from offramp.common.importing import import_model

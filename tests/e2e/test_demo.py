@@ -6,6 +6,8 @@ import io
 import json
 from pathlib import Path
 
+import demo.__main__
+import demo.steps
 import pytest
 from demo.__main__ import Settings, closing_words, run
 from rich.console import Console
@@ -39,9 +41,11 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def test_the_demo_runs_and_goes_on_where_it_stopped(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_offramp: Path
 ) -> None:
     work, said = tmp_path / "work", io.StringIO()
+    for module in (demo.steps, demo.__main__):
+        monkeypatch.setattr(module, "SCRIPT", quick_offramp)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "replaced by the demo")  # and put back after the test
     results = run(settings, work, Console(file=said, width=200))
 

@@ -17,10 +17,15 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
+    "offramp.common.gguf",
+    "offramp.serve.offline",
     "offramp.train.cli",
+    "offramp.train.export",
     "offramp.train.module",
     "offramp.train.data.datamodule",
     "offramp.train.pipeline.strategy",
+    "offramp.train.plan",
+    "offramp.train.priming",
     "mlflow.server.fastapi_app",
     "mlflow.server.handlers",
 ]
