@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 import os
-import shlex
+import signal
 import socket
 import sys
 import threading
@@ -30,8 +30,7 @@ def forked_offramp(directory: Path) -> Iterator[Path]:
     """Puts a quick `offramp` into a directory, and serves it as long as the context lasts; gives its path."""
     listening = directory / "socket"
     script = directory / "offramp"
-    client = [sys.executable, "-IS", forked_command.__file__, str(listening)]
-    script.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
+    script.write_text(f"#!{sys.executable} -IS\n{Path(forked_command.__file__).read_text()}")
     script.chmod(0o755)
     ready = forkserver().Event()
     server = forkserver().Process(target=_serve, args=(str(listening), ready))
@@ -74,12 +73,13 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _end_when_abandoned(connection: socket.socket, command: BaseProcess) -> None:
-    """Who asked says no more; its end of the connection closes when it is killed."""
-    if not connection.recv(1):
-        command.kill()
+    """Who asked says no more; its end of the connection closes when it is killed. What it has started ends with it."""
+    if not connection.recv(1) and command.pid is not None:
+        os.killpg(command.pid, signal.SIGKILL)
 
 
 def _run(request: dict[str, Any], streams: list[int]) -> None:
+    os.setsid()  # Lightning kills its whole process group when a rank has died
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -88,7 +88,7 @@ def _run(request: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
-    sys.argv = ["offramp", *request["arguments"]]
+    sys.argv = request["words"]  # Lightning starts other ranks with them
     from offramp.common import cli
 
-    sys.exit(cli.main(request["arguments"]))
+    sys.exit(cli.main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """The `offramp` that tests put on PATH: hands the command to the process behind a socket, which forks and runs it.
 
-It is run with nothing but Python's own library, for it must start in a moment: `forked_command.py SOCKET ARGUMENTS...`.
+A copy of this file lies beside the socket. It needs nothing but Python's own library, for it must start in a moment.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from types import FrameType
 
 
 def main() -> int:
-    path, *arguments = sys.argv[1:]
+    script = Path(__file__).absolute()
+    words = [str(script), *sys.argv[1:]]
     with socket.socket(socket.AF_UNIX) as server:
-        server.connect(path)
-        request = {"arguments": arguments, "directory": os.getcwd(), "environment": dict(os.environ)}
+        server.connect(str(script.with_name("socket")))
+        request = {"words": words, "directory": os.getcwd(), "environment": dict(os.environ)}
         socket.send_fds(server, [b"\n"], [0, 1, 2])
         server.sendall(json.dumps(request).encode() + b"\n")
         answers = server.makefile()
