@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
+    "accelerate",
+    "datasets",
     "offramp.common.gguf",
     "offramp.serve.offline",
     "offramp.train.cli",

@@ -69,8 +69,16 @@ def complaints(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(warning.message) for warning in caught if "MLflow store" in str(warning.message)]
 
 
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a server that is there or is not, and never hangs: a busy machine must not look like one that does."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
+
+
 @pytest.mark.slow
-def test_a_server_that_dies_and_returns_is_told_everything_in_order(server: MlflowServer, tmp_path: Path) -> None:
+def test_a_server_that_dies_and_returns_is_told_everything_in_order(
+    server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient(monkeypatch)
     server.start()
     logger = make_logger(server.uri, tmp_path)
     log(logger, range(5))
@@ -80,7 +88,10 @@ def test_a_server_that_dies_and_returns_is_told_everything_in_order(server: Mlfl
         warnings.simplefilter("always")
         log(logger, range(5, 8))
         logger.log_text("hello", "notes/a.txt")
-        assert not logger.wait(3)
+        deadline = time.monotonic() + 60
+        while not complaints(caught):
+            assert time.monotonic() < deadline
+            assert not logger.wait(0.1)
         log(logger, range(8, 2000))
         server.start()
         assert logger.wait(90)
@@ -97,7 +108,7 @@ def test_a_server_that_dies_and_returns_is_told_everything_in_order(server: Mlfl
 def test_a_server_that_hangs_holds_nobody_up_and_gets_one_run(
     server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(logger_module, "END_WAIT_S", 5.0)
+    monkeypatch.setattr(logger_module, "END_WAIT_S", 4.0)
     server.kill()
     server.start()
     server.pause()
@@ -109,7 +120,7 @@ def test_a_server_that_hangs_holds_nobody_up_and_gets_one_run(
             log(logger, range(3))
             before = time.perf_counter()
             logger.finalize("success")
-            assert time.perf_counter() - before < 8
+            assert time.perf_counter() - before < 15, "it waits for END_WAIT_S, whatever the machine does besides"
         assert logger.run_id is None
         first, last = complaints(caught)
         assert "does not answer" in first
@@ -130,7 +141,10 @@ def test_a_server_that_hangs_holds_nobody_up_and_gets_one_run(
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_while_the_server_is_down_is_told_by_its_resume(server: MlflowServer, tmp_path: Path) -> None:
+def test_a_run_that_ends_while_the_server_is_down_is_told_by_its_resume(
+    server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient(monkeypatch)
     server.kill()
     server.start()
     first = make_logger(server.uri, tmp_path)
@@ -143,6 +157,7 @@ def test_a_run_that_ends_while_the_server_is_down_is_told_by_its_resume(server: 
     server.start()
     again = make_logger(server.uri, tmp_path, resume=True)
     log(again, range(4, 9))
+    assert again.wait(60)
     again.finalize("success")
     assert again.run_id == first.run_id
     assert told(server, again.run_id) == expected(9)

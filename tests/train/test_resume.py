@@ -16,7 +16,8 @@ from helpers.tiny import tiny_checkpoint
 from offramp.common.exits.config import ExitConfig
 from offramp.train.sample_log import FILE, read_samples
 
-STEPS = 44
+EPOCH, STEPS = 16, 24
+"""In steps: the run is killed twice in its first epoch, and ends in the second."""
 RECIPE: dict[str, Any] = {
     "trainer": {
         "accelerator": "cpu",
@@ -36,14 +37,13 @@ RECIPE: dict[str, Any] = {
         "fill_aware": {1: 0.2},
         "optimizer": {"lr": 1.0e-2, "exits_lr": 3.0e-3, "warmup_steps": 3, "weight_decay": 0.1},
     },
-    # 30 steps are an epoch: the run is killed twice in the first, and ends in the second.
     "data": {
         "tokenizer": "model",
         "sequence_length": 64,
         "batch_size": 4,
         "pack": False,
         "cache_directory": "cache",
-        "train": {"kind": "generator", "path": "helpers.rows:counted", "options": {"count": 120}},
+        "train": {"kind": "generator", "path": "helpers.rows:counted", "options": {"count": 4 * EPOCH}},
     },
 }
 PIPELINE = "offramp.train.pipeline.strategy.DeepSpeedPipelineStrategy"
@@ -117,10 +117,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     expected = (tmp_path / "unbroken" / FILE).read_text()
     rows = read_samples(tmp_path / "unbroken" / FILE)
     assert [int(row["step"]) for row in rows] == list(range(STEPS))
-    first_epoch = [sample for row in rows[:30] for sample in row["samples"].split()]
-    assert sorted(map(int, first_epoch)) == list(range(120)), "every example once in an epoch"
+    first_epoch = [sample for row in rows[:EPOCH] for sample in row["samples"].split()]
+    assert sorted(map(int, first_epoch)) == list(range(4 * EPOCH)), "every example once in an epoch"
 
-    kills = (6, 17) if layout != "two replicas, ZeRO-1" else (9,)
+    kills = (3, 8) if layout != "two replicas, ZeRO-1" else (5,)
     for step in kills:
         kill_after(step, "broken", ranks)
         assert len(read_samples(tmp_path / "broken" / FILE)) < STEPS
