@@ -92,6 +92,13 @@ def find_in_package(name: str) -> Path | None:
     return files[0]
 
 
+class _Reader(GGUFReader):
+    """Slices a plain array of the mapped file: of a `memmap`, the words and merges of a tokenizer take seconds."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, np.asarray(value) if isinstance(value, np.memmap) else value)
+
+
 def read_gguf(file: Path) -> GGUFModel:
     """Read a GGUF file.
 
@@ -105,7 +112,7 @@ def read_gguf(file: Path) -> GGUFModel:
                 "a Hugging Face directory."
             )
     try:
-        reader = GGUFReader(file)
+        reader = _Reader(file)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except (OSError, ValueError, IndexError) as fault:
         raise OfframpError(f"{file} cannot be read as GGUF: {fault}; it may be cut short, copy it again.") from None
