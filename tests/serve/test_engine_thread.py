@@ -328,3 +328,100 @@ def test_close_waits_for_what_is_being_prepared_and_prepares_nothing_more(engine
     assert threading.active_count() == before
     assert prepared == ["0"]
     assert all(isinstance(sink.failures[0][1], EngineStoppedError) for sink in sinks)
+
+
+def test_an_id_in_use_is_refused_and_nothing_of_the_call_stays(engine: FakeEngine, thread: EngineThread) -> None:
+    first = Recorder()
+    thread.submit(request("a", 10_000), first)
+    for again in (["b", "a"], ["c", "c"]):
+        with pytest.raises(OfframpError, match="is in use"):
+            thread.submit_all([request(name) for name in again], Recorder())
+    good = Recorder()
+    thread.submit_all([request("b"), request("c")], good)
+    eventually(lambda: len([output for output in good.outputs if output.finish_reason]) == 2)
+    assert engine.seen == ["a", "b", "c"]
+    assert not first.over.is_set()
+
+
+def test_an_id_comes_again_while_the_first_one_of_it_is_prepared(engine: FakeEngine, thread: EngineThread) -> None:
+    busy, go_on = threading.Event(), threading.Event()
+
+    def prepare(slow: Request) -> None:
+        if slow.sampling.max_tokens == 9:
+            busy.set()
+            assert go_on.wait(30)
+
+    engine.on_prepare = prepare
+    first, second = Recorder(), Recorder()
+    thread.submit(request("x", 9, Constraint("json")), first)
+    assert busy.wait(5)
+    thread.cancel("x")
+    thread.submit(request("x", 3, Constraint("json")), second)
+    go_on.set()
+    assert second.over.wait(30)
+    assert second.text == " 0 1 2"
+    assert not second.failures
+    assert engine.seen == ["x"], "the first one never got there"
+    assert not first.outputs
+    assert not first.failures
+
+
+def test_an_id_comes_again_while_the_first_one_of_it_fails_to_prepare(engine: FakeEngine, thread: EngineThread) -> None:
+    busy, go_on = threading.Event(), threading.Event()
+
+    def prepare(bad: Request) -> None:
+        busy.set()
+        assert go_on.wait(30)
+        raise OfframpError("no such language.")
+
+    engine.on_prepare = prepare
+    first, second = Recorder(), Recorder()
+    thread.submit(request("x", constraint=Constraint("json")), first)
+    assert busy.wait(5)
+    thread.cancel("x")
+    thread.submit(request("x", 3), second)
+    go_on.set()
+    assert second.over.wait(30)
+    assert (second.text, second.failures) == (" 0 1 2", [])
+
+
+def test_an_id_comes_again_before_the_engine_hears_that_the_first_one_is_cancelled(
+    engine: FakeEngine, thread: EngineThread
+) -> None:
+    first, second = Recorder(), Recorder()
+    inside, go_on = threading.Event(), threading.Event()
+    thread.submit(request("x", 10_000), first)
+    eventually(lambda: len(first.outputs) > 5)
+
+    def hold() -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    engine.on_step = hold
+    assert inside.wait(5)
+    thread.cancel("x")  # an iteration of it runs
+    thread.submit(request("x", 3), second)
+    assert thread.is_new(["x"])
+    go_on.set()
+    assert second.over.wait(30)
+    assert (second.text, second.failures) == (" 0 1 2", [])
+    assert engine.cancelled == ["x"]
+    assert engine.seen == ["x", "x"]
+
+
+def test_who_is_refused_from_outside_fails_and_leaves_the_engine(engine: FakeEngine, thread: EngineThread) -> None:
+    go_on = threading.Event()
+    engine.on_prepare = lambda slow: go_on.wait(30)
+    slow, runs, stays = Recorder(), Recorder(), Recorder()
+    thread.submit(request("slow", constraint=Constraint("json")), slow)
+    thread.submit(request("runs", 10_000), runs)
+    thread.submit(request("stays", 20), stays)
+    eventually(lambda: bool(runs.outputs))
+    thread.refuse(["slow", "runs", "unknown"], OfframpError("it takes too long."))
+    for name, sink in (("slow", slow), ("runs", runs)):
+        assert sink.over.wait(30)
+        assert [(one, str(cause)) for one, cause in sink.failures] == [(name, "it takes too long.")]
+    go_on.set()
+    assert stays.over.wait(30)
+    assert engine.cancelled == ["runs"]
+    assert "slow" not in engine.seen

@@ -14,8 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
+from offramp.common.errors import OfframpError
 from offramp.serve.request.output import RequestOutput
 from offramp.serve.request.request import Request
 from offramp.serve.scheduling.scheduler import QueueFullError
@@ -68,6 +70,19 @@ class OrphanedError(RuntimeError):
     """Nobody has asked for the request's output for a whole lease."""
 
 
+@dataclass(eq=False, frozen=True)
+class _Handed:
+    """A request that somebody has handed over and waits for. When it is over, its id may come again with another one.
+
+    Attributes:
+        request: What the engine is to do, or does.
+        sink: Where its outputs go.
+    """
+
+    request: Request
+    sink: Sink
+
+
 class EngineThread:
     """Runs an engine in a thread of its own.
 
@@ -93,14 +108,15 @@ class EngineThread:
         self._lease_s = lease_s
         self._on_iteration = on_iteration
         self._condition = threading.Condition()
-        self._unprepared: deque[list[Request]] = deque()
-        self._arrivals: list[Request] = []
-        self._unpreparable: list[tuple[list[Request], Exception]] = []
-        self._cancelled: list[str] = []
-        self._sinks: dict[str, Sink] = {}
-        self._started: set[str] = set()  # requests that have had an output; the others still wait or are in prefill
-        self._new: set[str] = set()  # requests that have not seen the end of an iteration
-        self._to_prepare: set[str] = set()
+        self._unprepared: deque[list[_Handed]] = deque()
+        self._arrivals: list[_Handed] = []
+        self._refused: list[tuple[list[_Handed], Exception]] = []
+        self._cancelled: list[str] = []  # of those that the engine has
+        self._live: dict[str, _Handed] = {}
+        self._taken: set[_Handed] = set()  # requests that the engine has
+        self._started: set[_Handed] = set()  # those that have had an output; the others still wait or are in prefill
+        self._new: set[_Handed] = set()  # requests that have not seen the end of an iteration
+        self._to_prepare: set[_Handed] = set()
         self._closing = False
         self._stopped: Exception | None = None
         self._attending = 0
@@ -123,17 +139,17 @@ class EngineThread:
     @property
     def num_waiting(self) -> int:
         """Requests without an output yet."""
-        return len(self._sinks) - len(self._started)
+        return len(self._live) - len(self._started)
 
     def is_new(self, request_ids: Iterable[str]) -> bool:
         """Whether any of these requests has yet to see the end of an iteration, the first that may run it."""
         with self._condition:
-            return not self._new.isdisjoint(request_ids)
+            return any(self._live.get(request_id) in self._new for request_id in request_ids)
 
     def is_unprepared(self, request_ids: Iterable[str]) -> bool:
         """Whether any of these requests is still to be prepared for the engine, which may take seconds."""
         with self._condition:
-            return not self._to_prepare.isdisjoint(request_ids)
+            return any(self._live.get(request_id) in self._to_prepare for request_id in request_ids)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Hands a request to the engine; see `submit_all`."""
@@ -145,23 +161,28 @@ class EngineThread:
         Raises:
             EngineStoppedError: The loop has ended; the cause is chained.
             QueueFullError: There is no room for all of them now.
+            OfframpError: The id of one is that of a request that is not over yet, or of another one of them.
         """
+        handed = [_Handed(request, sink) for request in requests]
         with self._condition:
             if self._stopped is not None:
                 raise EngineStoppedError(_sentence(self._stopped)) from self._stopped
-            if len(self._sinks) + len(requests) > self.max_requests:
+            if len(self._live) + len(handed) > self.max_requests:
                 raise QueueFullError(
-                    f"the engine holds {len(self._sinks)} requests and takes {self.max_requests}; try again later."
+                    f"the engine holds {len(self._live)} requests and takes {self.max_requests}; try again later."
                 )
+            ids: set[str] = set()
             for request in requests:
-                assert request.request_id not in self._sinks, f"request id {request.request_id!r} is in use"
-                self._sinks[request.request_id] = sink
-                self._new.add(request.request_id)
+                if request.request_id in self._live or request.request_id in ids:
+                    raise OfframpError(f"request id {request.request_id!r} is in use; give another one.")
+                ids.add(request.request_id)
+            self._live.update((one.request.request_id, one) for one in handed)
+            self._new.update(handed)
             if any(request.sampling.constraint is not None for request in requests):
-                self._unprepared.append(list(requests))
-                self._to_prepare.update(request.request_id for request in requests)
+                self._unprepared.append(handed)
+                self._to_prepare.update(handed)
             else:
-                self._arrivals.extend(requests)
+                self._arrivals += handed
             self._attended_at = time.monotonic()
             self._condition.notify_all()
 
@@ -180,10 +201,17 @@ class EngineThread:
             Those that were still live.
         """
         with self._condition:
-            live = [request_id for request_id in request_ids if self._forget(request_id) is not None]
-            self._cancelled += live
+            live = [self._live[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._live]
+            for one in live:
+                self._forget(one, in_engine=True)
             self._condition.notify_all()
-            return live
+            return [one.request.request_id for one in live]
+
+    def refuse(self, request_ids: Iterable[str], cause: Exception) -> None:
+        """Ends requests as if the engine could not run them; their sinks soon hear why."""
+        with self._condition:
+            self._refused.append(([self._live[one] for one in request_ids if one in self._live], cause))
+            self._condition.notify_all()
 
     @contextmanager
     def attended(self) -> Iterator[None]:
@@ -214,21 +242,20 @@ class EngineThread:
                     self._condition.wait()
                 if self._closing or self._stopped:
                     return
-                requests = self._unprepared.popleft()
-                requests = [request for request in requests if request.request_id in self._sinks]
+                handed = self._unprepared.popleft()
+                live = [one for one in handed if self._is_live(one)]
             cause: Exception | None = None
             try:
-                for request in requests:
-                    self._engine.prepare(request)
+                for one in live:
+                    self._engine.prepare(one.request)
             except BaseException as error:
                 cause = _as_exception(error)
-            with self._condition:  # those that were cancelled meanwhile are unknown to the engine
-                live = [request for request in requests if request.request_id in self._sinks]
-                self._to_prepare.difference_update(request.request_id for request in live)
+            with self._condition:
+                self._to_prepare.difference_update(live)
                 if cause is None:
                     self._arrivals += live
                 else:
-                    self._unpreparable.append((live, cause))
+                    self._refused.append((live, cause))
                 self._condition.notify_all()
 
     def _run(self) -> None:
@@ -237,7 +264,7 @@ class EngineThread:
                 outputs = self._engine.step() if self._engine.has_unfinished else []
                 self._deliver(outputs)
                 with self._condition:
-                    self._new -= arrived
+                    self._new.difference_update(arrived)
                 self._after_iteration(outputs)
             cause: Exception = EngineStoppedError("the engine was closed")
         except BaseException as error:  # whatever it was, every sink must hear of it
@@ -245,53 +272,49 @@ class EngineThread:
             cause = _as_exception(error)
         with self._condition:
             self._stopped = cause
-            live = list(self._sinks.items())
-            self._sinks.clear()
-            self._started.clear()
-            self._new.clear()
-            self._to_prepare.clear()
+            live = list(self._live.values())
+            for one in live:
+                self._forget(one, in_engine=False)
             self._condition.notify_all()
-        for request_id, sink in live:
-            sink.fail(request_id, cause)
+        for one in live:
+            one.sink.fail(one.request.request_id, cause)
         self._after_iteration([])
 
-    def _take_work(self) -> set[str] | None:
+    def _take_work(self) -> list[_Handed] | None:
         """Waits for something to do and hands arrivals and cancellations to the engine; None to stop.
 
         Returns:
-            Ids of the requests that arrived.
+            What arrived.
         """
         with self._condition:
             while not self._has_work():
                 self._condition.wait()
             if self._closing:
                 return None
-            arrivals, self._arrivals = self._arrivals, []
-            cancelled, self._cancelled = self._cancelled, []
-            unpreparable, self._unpreparable = self._unpreparable, []
-            orphans = list(self._sinks) if self._lease_has_run_out() else []
-        for requests, cause in unpreparable:
-            for request in requests:
-                self._fail(request.request_id, cause)
-        for request_id in orphans:
+            refused, self._refused = self._refused, []
+            orphans = list(self._live.values()) if self._lease_has_run_out() else []
+        for handed, cause in refused:
+            for one in handed:
+                self._fail(one, cause)
+        for one in orphans:
             # A front that was only slow, not gone, finds the failure and can end its response.
-            self._fail(request_id, OrphanedError(f"nobody asked for the output for {self._lease_s:g} s"))
-        cancelled += orphans
-        arrived = {request.request_id for request in arrivals}
-        for request_id in cancelled:  # first, so that the engine never holds more than `max_requests`
-            if request_id not in arrived:
-                self._engine.cancel(request_id)
-        dropped = set(cancelled)
-        for request in arrivals:
-            if request.request_id not in dropped:
-                try:
-                    self._engine.add_request(request)
-                except Exception as error:
-                    self._fail(request.request_id, error)
-        return arrived
+            self._fail(one, OrphanedError(f"nobody asked for the output for {self._lease_s:g} s"))
+        with self._condition:
+            cancelled, self._cancelled = self._cancelled, []
+            arrivals, self._arrivals = [one for one in self._arrivals if self._is_live(one)], []
+            self._taken.update(arrivals)
+        # First, so that the engine never holds more than `max_requests`, nor two with the same id.
+        for request_id in cancelled:
+            self._engine.cancel(request_id)
+        for one in arrivals:
+            try:
+                self._engine.add_request(one.request)
+            except Exception as error:
+                self._fail(one, error, in_engine=False)
+        return arrivals
 
     def _has_work(self) -> bool:
-        waits = self._arrivals or self._unpreparable or self._cancelled
+        waits = self._arrivals or self._refused or self._cancelled
         return bool(waits) or self._closing or self._engine.has_unfinished
 
     def _lease_has_run_out(self) -> bool:
@@ -302,25 +325,33 @@ class EngineThread:
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
             with self._condition:
-                sink = self._sinks.get(output.request_id)
-                if sink is None:  # cancelled while the iteration ran
-                    continue
-                self._started.add(output.request_id)
+                one = self._live.get(output.request_id)
+                if one is None or one not in self._taken:
+                    continue  # what ran was cancelled meanwhile; another one of the same id may wait already
+                self._started.add(one)
                 if output.finish_reason is not None:
-                    self._forget(output.request_id)
-            sink.put(output)
+                    self._forget(one, in_engine=False)
+            one.sink.put(output)
 
-    def _fail(self, request_id: str, cause: Exception) -> None:
+    def _is_live(self, handed: _Handed) -> bool:
+        return self._live.get(handed.request.request_id) is handed
+
+    def _fail(self, handed: _Handed, cause: Exception, *, in_engine: bool = True) -> None:
         with self._condition:
-            sink = self._forget(request_id)
-        if sink is not None:
-            sink.fail(request_id, cause)
+            is_live = self._forget(handed, in_engine=in_engine)
+        if is_live:
+            handed.sink.fail(handed.request.request_id, cause)
 
-    def _forget(self, request_id: str) -> Sink | None:
-        self._started.discard(request_id)
-        self._new.discard(request_id)
-        self._to_prepare.discard(request_id)
-        return self._sinks.pop(request_id, None)
+    def _forget(self, handed: _Handed, *, in_engine: bool) -> bool:
+        """Lets go of a request; `in_engine`: the engine is to do so as well, if it has it. Whether it was live."""
+        if not self._is_live(handed):
+            return False
+        del self._live[handed.request.request_id]
+        if in_engine and handed in self._taken:
+            self._cancelled.append(handed.request.request_id)
+        for members in (self._taken, self._started, self._new, self._to_prepare):
+            members.discard(handed)
+        return True
 
     def _after_iteration(self, outputs: Sequence[RequestOutput]) -> None:
         try:
