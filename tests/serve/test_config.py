@@ -14,6 +14,8 @@ from offramp.serve.config import DEFAULT_KV_CACHE_BYTES, EngineConfig
         ({"max_waiting": 1.5}, "max_waiting 1.5"),
         ({"num_blocks": -1}, "num_blocks -1"),
         ({"num_threads": 100_000}, "num_threads 100000 must be in 1..1024"),
+        ({"max_parked_iterations": 0}, "max_parked_iterations 0 must be in 1..256"),
+        ({"max_parked_iterations": 10**6}, "max_parked_iterations 1000000 must be in 1..256"),
         ({"num_blocks": 8, "kv_cache_bytes": 4096}, "give one of them"),
         ({"max_num_seqs": 8, "max_tokens_per_iteration": 7}, "7 is below max_num_seqs 8"),
         ({"sync_policy": "some"}, "all, quantile, regroup"),

@@ -31,6 +31,9 @@ _DEVICES = re.compile(r"cpu|auto|cuda(:\d{1,3})?")
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
+_MAX_PARKED_ITERATIONS = 256
+"""So long a row may wait for company at most: seconds even of short iterations, in which its client hears nothing."""
+
 _MAX_THREADS = 1024
 """Where the operating system cannot start as many as are asked for, OpenMP ends the process without a word."""
 
@@ -58,7 +61,7 @@ class EngineConfig:
         deep_quorum: `regroup`: rows that are not sure at an exit are parked there until rows of this share of the
             iteration's decoding requests want the layers above, which cost nearly the same for one row as for several.
             0 parks none, 1 waits for all. Answers stay what they are, and may come later. Not with `split_rule` `cost`.
-        max_parked_iterations: most iterations that a row is parked for.
+        max_parked_iterations: most iterations that a row is parked for; at most 256.
         prefix_caching: whether requests share the exact keys and values of equal beginnings.
         group_by_depth: whether iterations run sequences of similar expected exit depth together.
         kernels: what computes the layers; see `Kernels`.
@@ -93,8 +96,9 @@ class EngineConfig:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_tokens_per_iteration", "max_waiting", "max_parked_iterations"):
+        for name in ("block_size", "max_num_seqs", "max_tokens_per_iteration", "max_waiting"):
             check_whole(name, getattr(self, name), low=1)
+        check_whole("max_parked_iterations", self.max_parked_iterations, low=1, high=_MAX_PARKED_ITERATIONS)
         for name in ("num_blocks", "kv_cache_bytes", "max_model_len"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), low=1)

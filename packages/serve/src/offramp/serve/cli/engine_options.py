@@ -58,7 +58,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, queue: bool = True) -
         "nobody waits)",
     )
     group.add_argument(
-        "--max-parked-iterations", type=int, metavar="N", help="most iterations that such a row waits (default: 8)"
+        "--max-parked-iterations",
+        type=int,
+        metavar="N",
+        help="most iterations that such a row waits, up to 256 (default: 8)",
     )
     group.add_argument(
         "--prefix-caching",
