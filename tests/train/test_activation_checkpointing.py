@@ -13,7 +13,8 @@ from helpers.gradients import LAYERS, Case
 from helpers.live_bytes import LiveBytes
 from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
-from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses
+from offramp.train.losses import ExitLosses, ExitSums, Objective
+from offramp.train.pipeline.back_propagation import back_propagate
 from offramp.train.pipeline.costs import MicroBatchShape
 from offramp.train.pipeline.estimate import Estimator
 from offramp.train.pipeline.stages import Stage, plan_stages
@@ -42,37 +43,17 @@ def gradients(case: Case, checkpointed: bool, dtype: torch.dtype | None) -> dict
             x, done = micro.tokens.input_ids, []
             for index, stage in enumerate(stages):
                 received = x if index == 0 else x.detach().requires_grad_()
-                x, states = stage(received, layout)
-                done.append((received, x, states))
+                x, cuts = stage(received, layout)
+                done.append((received, x, cuts))
             gradient = None
-            for stage, (received, output, states) in zip(reversed(stages), reversed(done), strict=True):
-                gradient = back_propagate(stage, objective, micro, layout, counts, received, output, states, gradient)
+            for stage, (received, output, cuts) in zip(reversed(stages), reversed(done), strict=True):
+                states = {layer: cut.above for layer, cut in cuts.items()}
+                readers = {layer: stage.reader(layer) for layer in cuts}
+                sums = ExitSums(objective.layers, output.device)
+                losses = ExitLosses(objective, readers, states, micro, layout, counts, sums)
+                back_propagate(output, gradient, cuts, losses.of)
+                gradient = received.grad if received.is_floating_point() else None
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def back_propagate(
-    stage: Stage,
-    objective: Objective,
-    micro: MicroBatch,
-    layout: Any,
-    counts: Tensor,
-    received: Tensor,
-    output: Tensor,
-    states: dict[int, Tensor],
-    gradient: Tensor | None,
-) -> Tensor | None:
-    leaves = {layer: h.detach().requires_grad_(h.requires_grad) for layer, h in states.items()}
-    sums = ExitSums(objective.layers, output.device)
-    readers = {layer: stage.reader(layer) for layer in leaves}
-    for loss in exit_losses(objective, readers, leaves, micro, layout, counts, sums):
-        with torch.autocast("cpu", enabled=False):
-            loss.backward()
-    roots = [(states[layer], leaf.grad) for layer, leaf in leaves.items() if leaf.grad is not None]
-    if gradient is not None and output.requires_grad:
-        roots.append((output, gradient))
-    with torch.autocast("cpu", enabled=False):
-        torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
-    return received.grad if received.is_floating_point() else None
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)

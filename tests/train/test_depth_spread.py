@@ -11,7 +11,7 @@ from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
 from offramp.train.depth_spread import DepthSpread
-from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader
+from offramp.train.losses import ExitLosses, ExitSums, MicroBatch, Objective, exit_reader
 
 EXITS, LAYERS = (1, 2, 3), 4
 
@@ -90,7 +90,7 @@ def trained(penalty: DepthSpread | None, steps: int = 60) -> tuple[float, float]
             h, depth = model.run_layers(h, depth, layer, layout), layer
             states[layer] = h
         sums = ExitSums(objective.layers, h.device)
-        losses = exit_losses(objective, readers, states, batch, layout, objective.counts(batch), sums)
+        losses = ExitLosses(objective, readers, states, batch, layout, objective.counts(batch), sums)
         optimizer.zero_grad()
         torch.stack(list(losses)).sum().backward()
         optimizer.step()

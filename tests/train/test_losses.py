@@ -12,7 +12,7 @@ from offramp.common.exits.config import ExitConfig
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
 from offramp.train.depth_spread import DepthSpread
 from offramp.train.linear_cross_entropy import TokenSums
-from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader
+from offramp.train.losses import ExitLosses, ExitSums, MicroBatch, Objective, exit_reader
 
 CPU = torch.device("cpu")
 
@@ -74,7 +74,7 @@ def test_a_batch_without_targets_has_a_finite_loss_and_zero_gradients() -> None:
     states = model(batch.tokens.input_ids, layout).hidden_states
     readers = {layer: exit_reader(model, layer) for layer in states}
     sums = ExitSums(objective.layers, CPU)
-    total = sum(exit_losses(objective, readers, states, batch, layout, objective.counts(batch), sums))
+    total = sum(ExitLosses(objective, readers, states, batch, layout, objective.counts(batch), sums))
     assert isinstance(total, torch.Tensor)
     total.backward()
     assert float(total.detach()) == 0.0
@@ -119,7 +119,7 @@ def test_an_exit_without_a_weight_is_left_out_while_training_and_measured_otherw
         layout = batch.layout(model.config)
         states = model(batch.tokens.input_ids, layout).hidden_states
         readers = {layer: exit_reader(model, layer) for layer in states}
-        losses = exit_losses(objective, readers, states, batch, layout, objective.counts(batch), sums)
+        losses = ExitLosses(objective, readers, states, batch, layout, objective.counts(batch), sums)
         total = sum(losses)
         if torch.is_grad_enabled():
             assert isinstance(total, torch.Tensor)
@@ -141,7 +141,7 @@ def test_a_final_exit_without_a_weight_still_teaches() -> None:
     out = model(batch.tokens.input_ids, layout)
     readers = {layer: exit_reader(model, layer) for layer in objective.layers}
     sums = ExitSums(objective.layers, CPU)
-    losses = exit_losses(objective, readers, out.hidden_states, batch, layout, objective.counts(batch), sums)
+    losses = ExitLosses(objective, readers, out.hidden_states, batch, layout, objective.counts(batch), sums)
     (loss,) = losses
     taught, log_p = out.logits[4].detach().softmax(-1), out.logits[2].log_softmax(-1)
     expected = torch.nn.functional.kl_div(log_p, taught, reduction="sum") / 4

@@ -21,10 +21,10 @@ def test_stages_in_a_row_are_the_model(placement: ExitPlacement, exits: ExitConf
     x, names = ids, set()
     for index in range(3):
         stage = Stage(model, plan, index)
-        x, states = stage(x, layout)
+        x, cuts = stage(x, layout)
         names |= set(stage.state_dict())
-        assert tuple(states) == plan.exits_of(index)
-        for layer, h in states.items():
+        assert tuple(cuts) == plan.exits_of(index)
+        for layer, (_, h) in cuts.items():
             assert torch.equal(h, expected.hidden_states[layer])
             everything = torch.ones(1, 12, dtype=torch.bool)
             assert torch.equal(stage.reader(layer)(h, everything, layout), expected.logits[layer][0])
@@ -91,9 +91,9 @@ def test_stages_end_at_the_last_layer_that_runs() -> None:
     ids = torch.arange(12).view(1, 12)
     layout = model.layout(ids)
     first, last = Stage(model, plan, 0), Stage(model, plan, 1)
-    _, states = last(first(ids, layout)[0], layout)
+    _, cuts = last(first(ids, layout)[0], layout)
     expected = model(ids, layout, exits=[6])
-    assert torch.equal(states[6], expected.hidden_states[6])
+    assert torch.equal(cuts[6].above, expected.hidden_states[6])
     assert not any(name.startswith("norm") for name in {**first.state_dict(), **last.state_dict()})
     same = plan_stages(model.config, model.exit_config, 2, exit_placement="same_stage", depth=6)
     assert (same.exits_of(0), same.exits_of(1)) == ((3,), (6,))

@@ -200,7 +200,7 @@ class ExitSums:
         the same.
 
         Exit losses are cross-entropies of the plain logits in nats per trained token; `loss` is the objective L. An
-        exit without a weight that saw no token (see `exit_losses`) has no metrics. `depth_spread` is there if it is
+        exit without a weight that saw no token (see `ExitLosses`) has no metrics. `depth_spread` is there if it is
         penalised: a mean over tokens, as a share of the model's depth.
         """
         counts = self.values[4]
@@ -280,22 +280,15 @@ def exit_reader(model: MultiExitTransformer, layer: int) -> ExitReader:
     return ExitReader(head, model.norm if model.exit_config.head == "final" else None, model.unembedding(layer))
 
 
-def exit_losses(
-    objective: Objective,
-    readers: Mapping[int, ExitReader],
-    states: Mapping[int, Tensor],
-    batch: MicroBatch,
-    layout: Layout,
-    counts: Tensor,
-    sums: ExitSums,
-) -> Iterator[Tensor]:
+@dataclass(frozen=True)
+class ExitLosses:
     """The shares of L (scalars with a graph) of the exits in `states`, one at a time.
 
     The caller may back-propagate each share before it asks for the next. Logits exist for a few tokens at a time. With
     distillation the final exit must be among the states. While training, exits without a weight are left out: their
     heads get gradients of zero, so that optimizers and data-parallel reductions find one for every parameter.
 
-    Args:
+    Attributes:
         objective: of this step.
         readers: of each exit in `states`.
         states: exit layer -> [B, T, D].
@@ -303,36 +296,58 @@ def exit_losses(
         layout: of the batch.
         counts: [X] trained tokens in the whole global batch.
         sums: is added to.
+        factor: on all shares.
     """
-    labels, final = batch.tokens.labels, objective.final_layer
-    for layer, h in states.items():
-        reader = readers[layer]
+
+    objective: Objective
+    readers: Mapping[int, ExitReader]
+    states: Mapping[int, Tensor]
+    batch: MicroBatch
+    layout: Layout
+    counts: Tensor
+    sums: ExitSums
+    factor: float = 1.0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """All shares, in the order of the states."""
+        for layer in self.states:
+            yield from self.of(layer)
+        yield from self.spread()
+
+    def of(self, layer: int) -> Iterator[Tensor]:
+        """The share of one exit; none if it is left out and has nothing to train."""
+        objective, batch, layout, final = self.objective, self.batch, self.layout, self.objective.final_layer
+        reader = self.readers[layer]
         if torch.is_grad_enabled() and objective.weights[layer] == 0.0:
             yield from reader.zero()
-            continue
-        mask, mix = batch.trained(layer), objective.mix(layer, counts)
+            return
+        mask, mix = batch.trained(layer), objective.mix(layer, self.counts)
         teacher = None
         if mix.divergence > 0.0:
             # Made with a graph and detached: autocast would hand weights that it cast without one to the students.
-            lesson = readers[final].state(states[final], mask, layout).detach()
+            lesson = self.readers[final].state(self.states[final], mask, layout).detach()
             known = None if batch.exit_depths is None else batch.trained(final)[mask]
-            weight = readers[final].unembedding.detach()
+            weight = self.readers[final].unembedding.detach()
             teacher = Teacher(lesson, weight, known, objective.distill_temperature, mix.divergence)
-        state = reader.state(h, mask, layout)
+        state, labels = reader.state(self.states[layer], mask, layout), batch.tokens.labels[mask]
         kind = objective.token_losses.get(layer)
-        term = linear_cross_entropy(state, reader.unembedding, labels[mask], kind, teacher, mix.target, reader.shard)
-        sums.add(layer, term, mask.sum())
-        sums.predictions.add(layer, mask, term.predicted)
-        loss = mix.factor * term.loss
+        term = linear_cross_entropy(state, reader.unembedding, labels, kind, teacher, mix.target, reader.shard)
+        self.sums.add(layer, term, mask.sum())
+        self.sums.predictions.add(layer, mask, term.predicted)
+        loss = self.factor * mix.factor * term.loss
         del term, state, teacher
         yield loss
-        del loss
-    early = objective.layers[:-1]
-    if objective.depth_spread is not None and early and all(layer in states for layer in early):
+
+    def spread(self) -> Iterator[Tensor]:
+        """The penalty on the spread of exit depths, if there is one and all early exits are among the states."""
+        objective, batch, final = self.objective, self.batch, self.objective.final_layer
+        early = objective.layers[:-1]
+        if objective.depth_spread is None or not early or not all(layer in self.states for layer in early):
+            return
         positions = batch.tokens.generated_positions()
         mask = (positions >= 0) & batch.trained(final)
-        read = [(readers[layer], readers[layer].state(states[layer], mask, layout)) for layer in early]
+        read = [(self.readers[e], self.readers[e].state(self.states[e], mask, self.layout)) for e in early]
         sure = torch.stack([linear_max_probability(state, reader.unembedding, reader.shard) for reader, state in read])
         spread = objective.depth_spread(sure, early, final, positions[mask])
-        sums.add_spread(spread)
-        yield objective.depth_spread.weight / float(counts[-1].clamp(min=1)) * spread
+        self.sums.add_spread(spread)
+        yield self.factor * objective.depth_spread.weight / float(self.counts[-1].clamp(min=1)) * spread

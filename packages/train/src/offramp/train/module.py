@@ -37,7 +37,7 @@ from offramp.train.fill_aware import check_probabilities, draw_exit_depths
 from offramp.train.freezing import BACKBONE, freeze_parameters, untrained
 from offramp.train.layer_dropout import LayerDropout
 from offramp.train.lora import LoraConfig, add_lora
-from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses, exit_reader
+from offramp.train.losses import ExitLosses, ExitSums, MicroBatch, Objective, exit_reader
 from offramp.train.nonfinite import NonfiniteGuard, OnNonfinite
 from offramp.train.objective import ObjectiveConfig, RunObjective
 from offramp.train.optim import OptimizerConfig, make_optimizer
@@ -253,7 +253,7 @@ class MultiExitModule(pl.LightningModule):
 
     def _losses(
         self, objective: Objective, micro: MicroBatch, counts: Tensor, sums: ExitSums, exit_layers: tuple[int, ...]
-    ) -> Iterator[Tensor]:
+    ) -> ExitLosses:
         model = self.model
         assert model is not None
         layout = micro.layout(model.config)
@@ -262,7 +262,7 @@ class MultiExitModule(pl.LightningModule):
             h, depth = model.run_layers(h, depth, layer, layout), layer
             states[layer] = h
         readers = {layer: exit_reader(model, layer) for layer in states}
-        return exit_losses(objective, readers, states, micro, layout, counts, sums)
+        return ExitLosses(objective, readers, states, micro, layout, counts, sums)
 
     # ---- what the pipeline strategy shares
 

@@ -2,11 +2,11 @@
 
 Stage i holds the losses of its own exits, L_i, and receives g_i, the gradient of everything later with respect to its
 output x_i. The gradient of L_i + <g_i, x_i> with respect to its parameters and its input is that of the whole
-objective. No inner product is formed: autograd starts from several roots at once, x_i with g_i and the states that
-the exits read.
+objective. No inner product is formed: autograd starts from x_i with g_i, and again from each state that an exit reads.
 
 What an exit reads is remembered in the forward pass, its logits are computed in the backward pass, one exit after the
-other, so that no stage ever holds the logits of more than one exit and one micro-batch.
+other, each when the layers above it are done (`back_propagation`). So no stage ever holds the logits of more than one
+exit and one micro-batch.
 
 DeepSpeed gives the optimizers (ZeRO-0 and 1) and process groups. The operations of a step and their order are Offramp's
 own (`schedule`, `exchange`): what is planned and simulated is what runs. The comments say what the stock engine does
@@ -29,14 +29,16 @@ from torch.distributed import ProcessGroup
 
 from offramp.common.model.attention import Layout
 from offramp.train.agreement import NOT_ASKED, Predictions
-from offramp.train.losses import ExitSums, MicroBatch, Objective, exit_losses
+from offramp.train.losses import ExitLosses, ExitSums, MicroBatch, Objective
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
 from offramp.train.pipeline.averaging import average_gradients
+from offramp.train.pipeline.back_propagation import back_propagate, back_propagate_loss
 from offramp.train.pipeline.exchange import Exchange, Links, watched
 from offramp.train.pipeline.filling import Weights, backward_rows, rows_of
 from offramp.train.pipeline.loss_scale import LossScale
 from offramp.train.pipeline.schedule import Kind, Operation, Schedule, forward_only, one_f_one_b
 from offramp.train.pipeline.stage_module import StageModule
+from offramp.train.pipeline.stages import Cut
 
 # isort: split
 import deepspeed
@@ -55,7 +57,7 @@ class _InFlight(NamedTuple):
         layout: of them.
         received: [B, T] token ids or [B, T, D] states that this stage read.
         output: [B, T, D] states that it sent on.
-        states: [B, T, D] those that its exits read.
+        cuts: what its exits read.
     """
 
     number: int
@@ -63,7 +65,7 @@ class _InFlight(NamedTuple):
     layout: Layout
     received: Tensor
     output: Tensor
-    states: dict[int, Tensor]
+    cuts: dict[int, Cut]
 
 
 class EarlyExitPipelineEngine(PipelineEngine):
@@ -209,33 +211,31 @@ class EarlyExitPipelineEngine(PipelineEngine):
             x.requires_grad_(torch.is_grad_enabled() and exchange.sends(Operation("backward", micro_batch)))
         # The module itself, not DeepSpeedEngine.forward, whose output hooks divide by the number of micro-batches and
         # clear gradients in the middle of the backward pass.
-        output, states = self.module(x, layout)
+        output, cuts = self.module(x, layout)
         if exchange.sends(operation):
             exchange.send(operation, output.detach().contiguous())
-        running = _InFlight(micro_batch, micro, layout, x, output, states)
+        running = _InFlight(micro_batch, micro, layout, x, output, cuts)
         if torch.is_grad_enabled():
             self._in_flight[micro_batch] = running
         elif not self.module.training:
-            for _ in self._losses(running, states):
-                pass
+            with self._losses(running) as losses:
+                for _ in losses:
+                    pass
 
     def _backward(self, micro_batch: int, exchange: Exchange) -> None:
         running, operation = self._in_flight.pop(micro_batch), Operation("backward", micro_batch)
-        states, output = running.states, running.output
-        # A leaf for each state: the heads are back-propagated down to it, then the whole stage from all states at once.
-        leaves = {layer: h.detach().requires_grad_(h.requires_grad) for layer, h in states.items()}
         self._running_engine_backward = True
         try:
             self._backward_prologue()  # clears low-precision gradients, so it must come before any backward pass
-            for loss in self._losses(running, leaves):
-                if loss.requires_grad:
-                    self._back_propagate([loss], [None])
-                del loss
-            pairs = [(states[layer], leaf.grad) for layer, leaf in leaves.items() if leaf.grad is not None]
-            if exchange.expects(operation):
-                pairs.append((output, exchange.receive(operation)))
-            if pairs:
-                self._back_propagate([root for root, _ in pairs], [gradient for _, gradient in pairs])
+            with self._losses(running) as losses:
+                for loss in losses.spread():  # of all early exits together, so it cannot wait for their turns
+                    back_propagate_loss(loss)
+                back_propagate(
+                    running.output,
+                    exchange.receive(operation) if exchange.expects(operation) else None,
+                    running.cuts,
+                    losses.of,
+                )
             self._backward_epilogue()
         finally:
             self._running_engine_backward = False
@@ -245,15 +245,12 @@ class EarlyExitPipelineEngine(PipelineEngine):
             factor = self._weights.of_message(micro_batch, self.stage_id)
             exchange.send(operation, gradient if factor == 1.0 else gradient.mul_(factor))
 
-    def _back_propagate(self, roots: list[Tensor], gradients: list[Tensor | None]) -> None:
-        # Backward passes do not belong in an autocast region; nested, it keeps the outer one's converted weights.
-        with torch.autocast(self.device.type, enabled=False):
-            torch.autograd.backward(roots, gradients)
-
-    def _losses(self, running: _InFlight, states: dict[int, Tensor]) -> Iterator[Tensor]:
+    @contextlib.contextmanager
+    def _losses(self, running: _InFlight) -> Iterator[ExitLosses]:
         assert self.objective is not None
         assert self._sums is not None
-        readers = {layer: self.module.stage.reader(layer) for layer in states}
+        stage, states = self.module.stage, {layer: cut.above for layer, cut in running.cuts.items()}
+        readers = {layer: stage.reader(layer) for layer in states}
         # Optimizers average gradients over data-parallel ranks, and the counts are those of all ranks together.
         factor = self.dp_world_size * self._weights.of_loss(running.number, self.stage_id)
         if self.fp16_scale is not None:
@@ -261,12 +258,12 @@ class EarlyExitPipelineEngine(PipelineEngine):
         said = self._sums.predictions
         if not 0 <= running.number < self._whole:
             self._sums.predictions = Predictions()  # not every exit is asked about this one
-        for loss in exit_losses(
-            self.objective, readers, states, running.micro_batch, running.layout, self._counts, self._sums
-        ):
-            yield loss * factor
-            del loss
-        self._sums.predictions = said
+        try:
+            yield ExitLosses(
+                self.objective, readers, states, running.micro_batch, running.layout, self._counts, self._sums, factor
+            )
+        finally:
+            self._sums.predictions = said
 
     def watched(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Around something that all processes do together: one that does not answer in time is said so."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +171,23 @@ def replicas(processes: int, pipe: int, tensor: int) -> int:
     return processes // (pipe * tensor)
 
 
+class Cut(NamedTuple):
+    """The state [B, T, D] that an exit reads, where a stage's graph is cut, so that it is back-propagated in pieces.
+
+    Attributes:
+        below: the end of the graph of the layers below; None if those are on the stage before.
+        above: a leaf, read by the exit and by the layers above, which leave their gradients there.
+    """
+
+    below: Tensor | None
+    above: Tensor
+
+    @classmethod
+    def of(cls, below: Tensor) -> Cut:
+        """Cut a graph at its end."""
+        return cls(below, below.detach().requires_grad_(below.requires_grad))
+
+
 class Stage(nn.Module):
     """The modules of one stage, under their names in the whole model, which they are taken from (not copied).
 
@@ -227,7 +244,7 @@ class Stage(nn.Module):
         assert shared is not None
         return ExitReader(head, norm, shared.weight, self.vocabulary)
 
-    def forward(self, x: Tensor, layout: Layout) -> tuple[Tensor, dict[int, Tensor]]:
+    def forward(self, x: Tensor, layout: Layout) -> tuple[Tensor, dict[int, Cut]]:
         """Run this stage's layers.
 
         Args:
@@ -235,21 +252,23 @@ class Stage(nn.Module):
             layout: of the micro-batch.
 
         Returns:
-            [B, T, D] the states after the last layer, and the states [B, T, D] that this stage's exits read. Exits are
-            not computed here; see `ExitReader`.
+            [B, T, D] the states after the last layer, and exit layer -> what this stage's exits read. Exits are not
+            computed here; see `ExitReader`.
         """
-        h, states = x, {}
+        start, h, cuts = self.plan.bounds[self.index], x, {}
         if self.index == 0:
             assert self.embed_tokens is not None
             h = self.embed_tokens(x)
         for name, block in self.layers.items():
             layer = int(name)
             if layer in self.exit_layers:
-                states[layer] = h
+                cuts[layer] = Cut(None, h) if layer == start else Cut.of(h)
+                h = cuts[layer].above
             h = self._run_layer(block, h, layer, layout)
         if (stop := self.plan.bounds[self.index + 1]) in self.exit_layers:
-            states[stop] = h
-        return h, states
+            cuts[stop] = Cut.of(h)
+            h = cuts[stop].above
+        return h, cuts
 
     def _run_layer(self, block: nn.Module, h: Tensor, layer: int, layout: Layout) -> Tensor:
         if self.checkpoint_activations and torch.is_grad_enabled():
