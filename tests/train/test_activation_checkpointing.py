@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.live_bytes import LiveBytes
 from torch import Tensor
 
 from helpers.gradients import LAYERS, Case
-from helpers.live_bytes import LiveBytes
 from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
 from offramp.train.losses import ExitLosses, ExitSums, Objective

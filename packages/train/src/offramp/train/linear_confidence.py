@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from offramp.train.linear_cross_entropy import CHUNK_ROWS
+from offramp.train.linear_cross_entropy import CHUNK_ROWS, add_product
 from offramp.train.vocabulary import VocabularyShard, largest, locate, log_softmax
 
 
@@ -62,7 +62,7 @@ class _LinearMaxProbability(torch.autograd.Function):
                 if grad_x is not None:
                     torch.mm(error, weight, out=grad_x[rows])
                 if grad_weight is not None:
-                    grad_weight += error.T @ own
+                    add_product(grad_weight, error, own)
         if ctx.shard is not None and grad_x is not None:
             ctx.shard.ranks.sum_(grad_x)
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None

@@ -25,6 +25,9 @@ from offramp.train.vocabulary import VocabularyShard, largest, locate, log_softm
 CHUNK_ROWS = 64
 """Rows whose logits exist at a time: fp32 logits of 50,000 tokens take 13 MB then."""
 
+PRODUCT_ROWS = 2048
+"""Tokens of the vocabulary whose gradients are made at a time where they are converted: they fit into a cache."""
+
 
 @dataclass(frozen=True)
 class TokenLoss:
@@ -119,6 +122,22 @@ def linear_cross_entropy(
     return TokenSums(*_LinearCrossEntropy.apply(x, weight, labels, kind or TokenLoss(), teacher, scale, shard))
 
 
+def add_product(total: Tensor, error: Tensor, x: Tensor) -> None:
+    """Add `error.T @ x` to `total`, which may be of a wider type, without a product of its size beside it.
+
+    Args:
+        total: [V, D].
+        error: [n, V].
+        x: [n, D].
+    """
+    if total.dtype == error.dtype:
+        total.addmm_(error.T, x)
+        return
+    step = PRODUCT_ROWS if total.device.type == "cpu" else len(total)  # devices would rather have one large product
+    for start in range(0, len(total), step):
+        total[start : start + step] += error[:, start : start + step].T @ x
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -138,30 +157,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         predicted = torch.empty_like(labels)
         grad_x = torch.empty_like(x) if wants_x else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+
+        def run(rows: slice) -> None:  # a function, so that these logits are gone before the next are made
+            own = x[rows]
+            chunk = _Chunk((own @ weight.T).to(exact), labels[rows, None], kind, shard)
+            target.add_(chunk.losses.sum())
+            plain.add_(chunk.cross_entropies.sum())
+            predicted[rows] = chunk.best
+            lesson = None
+            if teacher is not None:
+                taught = (teacher.state[rows] @ teacher.weight.T).to(exact)
+                known = None if teacher.known is None else teacher.known[rows, None]
+                value, lesson = chunk.divergence(taught, known, teacher.temperature)
+                divergence.add_(value)
+            if not (wants_x or wants_weight):
+                return
+            error = chunk.error().mul_(scale)
+            if lesson is not None and teacher is not None:
+                error.add_(lesson, alpha=teacher.scale)
+            error = error.to(x.dtype)
+            if grad_x is not None:
+                torch.mm(error, weight, out=grad_x[rows])
+            if grad_weight is not None:
+                add_product(grad_weight, error, own)
+
         with torch.autocast(x.device.type, enabled=False):
             step = CHUNK_ROWS if shard is None else CHUNK_ROWS * shard.ranks.size
             for start in range(0, len(x), step):
-                rows = slice(start, start + step)
-                own = x[rows]
-                chunk = _Chunk((own @ weight.T).to(exact), labels[rows, None], kind, shard)
-                target += chunk.losses.sum()
-                plain += chunk.cross_entropies.sum()
-                predicted[rows] = chunk.best
-                lesson = None
-                if teacher is not None:
-                    taught = (teacher.state[rows] @ teacher.weight.T).to(exact)
-                    known = None if teacher.known is None else teacher.known[rows, None]
-                    value, lesson = chunk.divergence(taught, known, teacher.temperature)
-                    divergence += value
-                if wants_x or wants_weight:
-                    error = chunk.error().mul_(scale)
-                    if lesson is not None and teacher is not None:
-                        error.add_(lesson, alpha=teacher.scale)
-                    error = error.to(x.dtype)
-                    if grad_x is not None:
-                        torch.mm(error, weight, out=grad_x[rows])
-                    if grad_weight is not None:
-                        grad_weight += error.T @ own
+                run(slice(start, start + step))
             if shard is not None:
                 shard.ranks.sum_(totals)
                 if grad_x is not None:

@@ -34,10 +34,13 @@ def back_propagate(
     for layer in sorted(cuts, reverse=True):
         cut = cuts[layer]
         _pass_on(top, gradient)
+        gradient = None  # gone before the exit is computed
         for loss in losses(layer):
             back_propagate_loss(loss)
             del loss
         top, gradient = cut.below, cut.above.grad
+        if top is not None:
+            cut.above.grad = None  # it would outlive its use
     _pass_on(top, gradient)
 
 

@@ -1,7 +1,8 @@
 """What modules cost for one micro-batch: floating-point operations and bytes of activations, from shapes alone.
 
-Bytes are those that autograd keeps for this code in eager mode on CPU, counted module by module; a fused norm keeps one
-[B, T, D] less. Biases, and running tensors of a single operation, are left out.
+Bytes are those of this code in eager mode on CPU, counted module by module: what autograd keeps, and the largest
+tensors that come on top while a module is back-propagated. A fused norm keeps one [B, T, D] less. Biases, and what else
+lives within a single operation, are left out.
 
 Legend: B batch, T time, N labelled tokens, D model, H query heads, K key/value heads, E head dim, F feed-forward,
 V vocabulary.
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 from offramp.common.exits.config import ExitConfig
 from offramp.common.model.config import ModelConfig
+from offramp.train.linear_cross_entropy import CHUNK_ROWS, PRODUCT_ROWS
 
 FP32, BF16 = 4, 2  # bytes
 
@@ -85,7 +87,7 @@ def layer_cost(config: ModelConfig, shape: MicroBatchShape, tensor: int = 1) -> 
         per_token += BF16 * 4 * config.head_dim  # rotary tables, cast in every layer
     mask = half * shape.rows * shape.time**2  # additive, made in every layer from the one of the micro-batch
     held = shape.tokens * per_token + mask
-    return ModuleCost(flops / tensor, held, held)
+    return ModuleCost(flops / tensor, held, held + _feed_forward(config, shape, shape.tokens, tensor))
 
 
 def summed_bytes(config: ModelConfig, shape: MicroBatchShape) -> float:
@@ -94,15 +96,32 @@ def summed_bytes(config: ModelConfig, shape: MicroBatchShape) -> float:
 
 
 def head_cost(
-    config: ModelConfig, exits: ExitConfig, layer: int, shape: MicroBatchShape, tensor: int = 1
+    config: ModelConfig,
+    exits: ExitConfig,
+    layer: int,
+    shape: MicroBatchShape,
+    tensor: int = 1,
+    *,
+    whole_logits: bool = False,
+    trained: bool = True,
 ) -> ModuleCost:
-    """An exit head with its unembedding and loss, on each of `tensor` ranks; `layer` L is the final exit."""
+    """An exit head with its unembedding and loss.
+
+    Args:
+        config: the model.
+        exits: its early exits.
+        layer: exit layer; L is the final exit.
+        shape: of a micro-batch.
+        tensor: ranks that share it; the cost is that of each.
+        whole_logits: all logits at once, in place of a few rows at a time (`linear_cross_entropy`).
+        trained: the unembedding is, and wants a gradient.
+    """
     size, inner, labelled = config.hidden_size, config.intermediate_size, shape.labelled
     kind = "final" if layer == config.num_layers else exits.head
     per_token = 0.0 if kind == "bare" else float(_norm(size))
     # A bare head in fp32 keeps the selected states themselves.
     per_token += _inputs(size, 1, shape)
-    flops, held = 2 * labelled * size * config.vocab_size / tensor, 0.0
+    flops, held, transform = 2 * labelled * size * config.vocab_size / tensor, 0.0, 0.0
     if kind == "adapter":
         flops += 2 * labelled * size * (size if exits.adapter_dim is None else 2 * exits.adapter_dim)
         if exits.adapter_dim is not None:
@@ -112,13 +131,46 @@ def head_cost(
     elif kind == "mlp":
         flops += 2 * labelled * 3 * size * inner / tensor
         per_token += _norm(size) + _inputs(size, 2, shape) + shape.compute_bytes * 4 * inner / tensor
+        transform = _feed_forward(config, shape, labelled, tensor)
     elif kind == "block":
         block = layer_cost(config, shape, tensor)
-        flops, held = flops + block.flops, held + block.held
-    logits = FP32 * labelled * config.vocab_size / tensor
-    held += labelled * per_token + logits
-    # Back-propagation has the log-probabilities, their gradient and that of the logits at once.
-    return ModuleCost(flops, held, held + 2 * logits)
+        flops, held, transform = flops + block.flops, block.held, block.working - block.held
+    held += labelled * per_token
+    state = shape.state_bytes(size)  # its gradient
+    if whole_logits:
+        logits = FP32 * labelled * config.vocab_size / tensor
+        # Back-propagation has the log-probabilities, their gradient and that of the logits at once.
+        return ModuleCost(flops, held + logits, held + max(3 * logits, transform + state))
+    weight = size * config.vocab_size / tensor if trained else 0.0
+    chunk = min(labelled, CHUNK_ROWS * tensor) * config.vocab_size / tensor
+    wide, narrow, rows = FP32 * weight, shape.compute_bytes * weight, labelled * shape.compute_bytes * size
+    cast = part = 0.0
+    if shape.mixed:
+        # The converted unembedding, and the states before they were converted.
+        cast = BF16 * size * config.vocab_size / tensor + FP32 * labelled * size
+        part = BF16 * (chunk + min(weight, PRODUCT_ROWS * size))
+    # The sum over chunks; beside it logits and log-probabilities, then the error in the type of the products.
+    making = wide + cast + 2 * FP32 * chunk + part + rows
+    converting = wide + cast + narrow + rows if shape.mixed else 0.0
+    # What was made along with the loss, and beside it the same scaled, and converted to the type of the parameter.
+    scaling = narrow + wide + rows
+    return ModuleCost(flops, held + narrow, held + max(making, converting, scaling, transform + state))
+
+
+def embedding_working(config: ModelConfig, tensor: int = 1) -> float:
+    """Bytes of the gradient of the embedding [V, D], before it is added to those of earlier micro-batches."""
+    return FP32 * config.vocab_size * config.hidden_size / tensor
+
+
+def _feed_forward(config: ModelConfig, shape: MicroBatchShape, tokens: float, tensor: int) -> float:
+    """Bytes on top of what is held while a feed-forward of so many tokens is back-propagated, the most of a layer.
+
+    That is the gradient [N, D] that came in, and two of [N, F]; or one of them and that of a matrix [D, F].
+    """
+    size, inner = config.hidden_size, config.intermediate_size / tensor
+    narrow = BF16 * size * tokens if shape.mixed else 0.0  # the gradient that came in, converted
+    matrix = shape.compute_bytes * inner * max(tokens, size)
+    return FP32 * size * tokens + narrow + shape.compute_bytes * inner * tokens + matrix
 
 
 def _norm(size: int) -> int:

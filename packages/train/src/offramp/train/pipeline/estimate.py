@@ -12,7 +12,7 @@ from torch import nn
 
 from offramp.common.errors import OfframpError
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.train.pipeline.costs import BF16, FP32, MicroBatchShape, head_cost, layer_cost
+from offramp.train.pipeline.costs import BF16, FP32, MicroBatchShape, embedding_working, head_cost, layer_cost
 from offramp.train.pipeline.filling import FillSettings
 from offramp.train.pipeline.schedule import Schedule, bubble_capacity, cooldown_counts, one_f_one_b, warmup_counts
 from offramp.train.pipeline.simulation import HeadWork, StageWork, Timeline, simulate, time_bound
@@ -86,11 +86,10 @@ class Estimator:
         trained = sum(sizes[name] for name, p in stage.named_parameters() if p.requires_grad)
         casts = 0
         if self.shape.mixed:
-            reads_embedding = stage.lm_head is None and bool(stage.exit_layers)
+            # Unembeddings are converted whenever an exit is computed; see `head_cost`.
+            others = ("embed_tokens.weight", "lm_head.weight", "unembed.weight")
             casts = sum(
-                sizes[name]
-                for name, p in stage.named_parameters()
-                if p.dim() == 2 and (name != "embed_tokens.weight" or reads_embedding)
+                sizes[name] for name, p in stage.named_parameters() if p.dim() == 2 and not name.endswith(others)
             )
         count = sum(sizes.values())
         state = ADAM_BYTES if self.zero_stage == 0 else (ADAM_BYTES + FP32) / self.replicas
@@ -117,40 +116,52 @@ class Estimator:
         # Where nothing at or below is trained, no gradient is wanted and nothing is kept for one.
         flows = _is_trained(self.model.embed_tokens) or any(_is_trained(self.model.layers[i]) for i in range(start))
         forward, backward = (times.embedding.forward, 0.0) if index == 0 else (0.0, 0.0)
+        working = ending = 0.0
         if index == 0 and _is_trained(self.model.embed_tokens):
             backward += times.embedding.backward
-        held, recomputed = state, 0.0  # the output waits for its gradient
-        reached = {start: flows}
+            ending = embedding_working(config, self.tensor)
+        held = state  # the output waits for its gradient
+        reached, below = {start: flows}, {start: 0.0}
         for layer in range(start, stop):
             trained = _is_trained(self.model.layers[layer])
             forward += times.layer.forward
             backward += _backward(times.layer, trained, flows)
             flows = flows or trained
             reached[layer + 1] = flows
-            if flows and checkpointing:
-                held, recomputed, backward = held + state, cost.held, backward + times.layer.forward
-            elif flows:
-                held += cost.held
+            if flows:
+                held += state if checkpointing else cost.held
+                # A layer that runs again has its input already.
+                working = cost.working - (state if checkpointing else cost.held)
+                backward += times.layer.forward if checkpointing else 0.0
+            below[layer + 1] = held - state
+        if checkpointing and shape.mixed:
+            # Autocast shares a weight's copy among micro-batches, so its gradient waits for the end of the pass.
+            matrices = (p for i in range(start + 1, stop) for p in self.model.layers[i].parameters() if p.dim() == 2)
+            working += BF16 * sum(p.numel() for p in matrices if p.requires_grad) / self.tensor
         heads = []
         for layer in plan.exits_of(index):
             if not early_exits and layer != config.num_layers:
                 continue
-            head, trained = head_cost(config, plan.exits, layer, shape, self.tensor), self._head_is_trained(layer)
+            trained, weight = self._head_is_trained(layer), self.model.unembedding(layer).requires_grad
+            head = head_cost(config, plan.exits, layer, shape, self.tensor, whole_logits=not deferred, trained=weight)
             seconds = times.heads[layer]
             if not reached[layer]:
                 held += state  # nothing else keeps what this exit reads
             keeps = trained or reached[layer]
+            # The state that the exit reads stays, and the gradient from the layers above waits.
+            freed = max(below[stop] - below[layer] - 2 * state, 0.0)
             heads.append(
                 HeadWork(
                     seconds.forward,
                     _backward(seconds, trained, reached[layer]),
                     head.held if keeps else 0.0,
                     head.working if keeps else head.held,
+                    freed,
                 )
             )
         # Rotary tables and the mask of a micro-batch.
         held += shape.tokens * 2 * config.head_dim * FP32 + shape.rows * shape.time**2
-        return StageWork(forward, backward, held, recomputed, tuple(heads), deferred)
+        return StageWork(forward, backward, held, working, ending, tuple(heads), deferred)
 
     def _head_is_trained(self, layer: int) -> bool:
         final = layer == self.plan.config.num_layers

@@ -24,12 +24,14 @@ class HeadWork(NamedTuple):
         backward: seconds.
         held: bytes that autograd keeps between the two.
         working: bytes alive at most while the head is computed and back-propagated, `held` among them.
+        freed: of the stage's `held`, what is gone by then if the head is deferred: that of the layers above it.
     """
 
     forward: float
     backward: float
     held: float
     working: float
+    freed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,17 @@ class StageWork:
         forward: seconds, without the exits.
         backward: seconds, without the exits, recomputation included.
         held: bytes of activations that wait for the backward pass, without the exits.
-        recomputed: bytes of activations that the backward pass makes again, alive at once.
+        working: bytes on top of that while layers are back-propagated, activations that are made again among them.
+        ending: bytes on top of what waits for later micro-batches, when only the embedding is left.
         heads: the exits, the final one among them.
-        deferred: the exits' forward is done in the backward pass, one after the other.
+        deferred: the exits' forward is done in the backward pass, each after that of the layers above it.
     """
 
     forward: float
     backward: float
     held: float = 0.0
-    recomputed: float = 0.0
+    working: float = 0.0
+    ending: float = 0.0
     heads: tuple[HeadWork, ...] = ()
     deferred: bool = True
 
@@ -148,8 +152,9 @@ def _peak(operations: Sequence[Operation], work: StageWork) -> StagePeak:
     """Walk through a stage's operations; what is alive does not depend on how long they take."""
     heads = work.heads
     kept = work.held + (0.0 if work.deferred else sum(head.held for head in heads))
-    # Beyond what waits anyway: the head at work, then the recomputed layer.
-    extra = max((head.working - (0.0 if work.deferred else head.held) for head in heads), default=0.0)
+    # Beyond what waits: the layers at work, a head at work, or the embedding's gradient.
+    extra = [work.working, work.ending - work.held]
+    extra += [head.working - (head.freed if work.deferred else head.held) for head in heads]
     in_flight = most = logits = 0
     most_bytes = 0.0
     # A forward pass whose backward pass never comes keeps nothing.
@@ -164,7 +169,7 @@ def _peak(operations: Sequence[Operation], work: StageWork) -> StagePeak:
             if not work.deferred:
                 logits = max(logits, in_flight * len(heads))
         else:
-            most_bytes = max(most_bytes, in_flight * kept + max(extra, work.recomputed))
+            most_bytes = max(most_bytes, in_flight * kept + max(extra))
             if work.deferred and heads:
                 logits = max(logits, 1)
             in_flight -= 1
