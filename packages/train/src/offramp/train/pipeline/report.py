@@ -65,7 +65,7 @@ def stage_records(estimator: Estimator) -> list[dict[str, Any]]:
                 "gradients_bytes": memory.gradients,
                 "optimizer_bytes": memory.optimizer,
                 "activations_bytes": peak.bytes,
-                "exit_logits_bytes": max((head.working for head in work.heads), default=0.0),
+                "exit_bytes": max((head.working for head in work.heads), default=0.0),
                 "total_bytes": memory.total + peak.bytes,
                 "in_flight": peak.in_flight,
             }
