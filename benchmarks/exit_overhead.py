@@ -36,12 +36,12 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.data.batch import TokenBatch
-from offramp.train.losses import ExitLosses, MicroBatch, Objective
+from offramp.train.losses import ExitLosses, ExitSums, MicroBatch, Objective
 from offramp.train.pipeline.costs import MicroBatchShape
 from offramp.train.pipeline.estimate import Estimator
 from offramp.train.pipeline.exchange import Exchange
 from offramp.train.pipeline.report import milliseconds, table
-from offramp.train.pipeline.schedule import one_f_one_b
+from offramp.train.pipeline.schedule import Schedule, one_f_one_b
 from offramp.train.pipeline.simulation import HeadWork, StageWork, simulate, time_bound
 from offramp.train.pipeline.stages import plan_stages
 from offramp.train.pipeline.times import estimated
@@ -158,8 +158,14 @@ class Pipeline:
         self.queue, self.counts = batch.split(setting.micro_batches), engine.objective.counts(batch)
         self.watch = Stopwatch()
         self._forward, self._backward, self._run = engine._forward, engine._backward, engine._run
-        engine._forward = lambda micro, exchange: self._timed(self._forward, self.watch.forward, micro, exchange)
-        engine._backward = lambda micro, exchange: self._timed(self._backward, self.watch.backward, micro, exchange)
+
+        def forward(micro_batch: int, exchange: Exchange) -> None:
+            self._timed(self._forward, self.watch.forward, micro_batch, exchange)
+
+        def backward(micro_batch: int, exchange: Exchange) -> None:
+            self._timed(self._backward, self.watch.backward, micro_batch, exchange)
+
+        engine._forward, engine._backward = forward, backward
 
     def _timed(self, run: Callable[..., None], times: list[float], micro_batch: int, exchange: Exchange) -> None:
         waited, early = [0.0], [0.0]
@@ -184,10 +190,10 @@ class Pipeline:
         """Bytes of activations that are alive at most in a step."""
         peak = 0
 
-        def run(*args: Any) -> Any:
+        def run(micro_batches: Sequence[MicroBatch], schedule: Schedule) -> ExitSums:
             nonlocal peak
             with LiveBytes() as live:
-                sums = self._run(*args)
+                sums = self._run(micro_batches, schedule)
             peak = live.peak - live.now  # what is left are gradients
             return sums
 
@@ -219,10 +225,10 @@ def _measured(kind: type, name: str, seconds: list[float]) -> Iterator[None]:
 def _measured_exits(seconds: list[float]) -> Iterator[None]:
     original = ExitLosses.of
 
-    def timed(losses: ExitLosses, layer: int) -> Iterator[Tensor]:
+    def timed(self: ExitLosses, layer: int) -> Iterator[Tensor]:
         start = time.perf_counter()
-        yield from original(losses, layer)  # goes on when the loss has been back-propagated
-        if layer != losses.objective.final_layer:
+        yield from original(self, layer)  # goes on when the loss has been back-propagated
+        if layer != self.objective.final_layer:
             seconds[0] += time.perf_counter() - start
 
     ExitLosses.of = timed

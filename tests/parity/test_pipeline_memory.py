@@ -78,15 +78,15 @@ def peaks(cases: list[tuple[int, ...]]) -> list[Peaks]:
         queue, counts, run = batch.split(MICRO_BATCHES), engine.objective.counts(batch), engine._run
         found: dict[type, int] = {}
 
-        def counted(*args: Any, found: dict[type, int] = found, run: Any = run, kind: type = LiveBytes) -> Any:
-            with kind() as live:
-                sums = run(*args)
-            found[kind] = live.peak - live.now  # what is left are gradients
+        def counted(micro_batches: Any, schedule: Any, found: dict[type, int] = found, run: Any = run) -> Any:
+            with LiveBytes() as live, LiveLogits() as logits:
+                sums = run(micro_batches, schedule)
+            for one in (live, logits):
+                found[type(one)] = one.peak - one.now  # what is left are gradients
             return sums
 
-        for kind in (LiveBytes, LiveLogits):
-            engine._run = lambda *args, kind=kind, counted=counted: counted(*args, kind=kind)
-            engine.train_batch(queue, counts)
+        engine._run = counted
+        engine.train_batch(queue, counts)
         planned = estimator.run(estimator.works()).peaks[engine.stage_id].bytes
         answers.append(Peaks(found[LiveBytes], planned, found[LiveLogits]))
         engine.destroy()
