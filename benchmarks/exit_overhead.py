@@ -5,8 +5,8 @@
 
 The pipeline without exits and the one with them have the same layers on the same stages. They live in the same
 processes and take turns, step by step. An exit is minimal: an unembedding of its own. The plan gets the times of passes
-and exits that were measured in these very steps; the bound is EE-LLM's (appendix A.3.1). Memory is counted tensor by
-tensor (`benchmarks.live_bytes`) in a step that is not timed.
+and exits that were measured in these very steps, of each pipeline its own; the bound is EE-LLM's (appendix A.3.1).
+Memory is counted tensor by tensor (`benchmarks.live_bytes`) in a step that is not timed.
 
 Legend: S stages, M micro-batches, V vocabulary.
 """
@@ -285,9 +285,13 @@ def _report(setting: Setting, gathered: Sequence[Any]) -> dict[str, Any]:
         steps, _ = gathered[stage]
         return statistics.median(statistics.fmean(getattr(watch, of)) for watch, _, _ in steps[name])
 
-    plain = [StageWork(median(PLAIN, s, "forward"), median(PLAIN, s, "backward")) for s in range(setting.stages)]
     heads = [median(EXITS, s, "exits") for s in range(setting.stages)]
-    works = {PLAIN: plain, EXITS: [_with_exit(work, head) for work, head in zip(plain, heads, strict=True)]}
+    works = {
+        name: [StageWork(median(name, s, "forward"), median(name, s, "backward")) for s in range(setting.stages)]
+        for name in (PLAIN, EXITS)
+    }
+    plain = works[PLAIN]
+    works[EXITS] = [_with_exit(work, head) for work, head in zip(works[EXITS], heads, strict=True)]
     ratios = [a / b for a, b in zip(whole[EXITS], whole[PLAIN], strict=True)]
     return {
         "setting": {**vars(setting), "exits": list(setting.exits)},
