@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.live_bytes import LiveBytes
 
-from helpers.live_bytes import LiveBytes
 from helpers.native import loaded
 from helpers.tiny import tiny_model
 from offramp.common.exits import confidence
