@@ -6,6 +6,7 @@ the command does, prints and returns is its own; only the ten seconds of imports
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing as mp
 import os
@@ -14,7 +15,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
@@ -25,7 +25,7 @@ from helpers import forked_command
 from helpers.processes import forkserver
 
 
-@contextmanager
+@contextlib.contextmanager
 def forked_offramp(directory: Path) -> Iterator[Path]:
     """Puts a quick `offramp` into a directory, and serves it as long as the context lasts; gives its path."""
     listening = directory / "socket"
@@ -69,13 +69,15 @@ def _answer(connection: socket.socket) -> None:
     command.join()
     code = command.exitcode
     assert code is not None
-    connection.sendall(f"{code if code >= 0 else 128 - code}\n".encode())
+    with contextlib.suppress(BrokenPipeError):  # who asked was killed, and has ended the command with it
+        connection.sendall(f"{code if code >= 0 else 128 - code}\n".encode())
 
 
 def _end_when_abandoned(connection: socket.socket, command: BaseProcess) -> None:
     """Who asked says no more; its end of the connection closes when it is killed. What it has started ends with it."""
     if not connection.recv(1) and command.pid is not None:
-        os.killpg(command.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it had ended before
+            os.killpg(command.pid, signal.SIGKILL)
 
 
 def _run(request: dict[str, Any], streams: list[int]) -> None:
