@@ -178,6 +178,48 @@ def test_options_that_make_no_sense(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engine", "deep_quorum=abc"], "deep_quorum 'abc' must be a number from 0"),
+        (["--engine", "deep_quorum=0.5,2"], "deep_quorum 2 must be a number from 0"),
+        (["--engine", "deep_quorum=0.5", "--sync-policy", "all"], "deep_quorum 0.5 needs sync policy 'regroup'"),
+        (["--engine", "max_parked_iterations=100000"], "max_parked_iterations 100000 must be in 1..256"),
+        (["--engine", "max_model_len=100000"], "max_model_len 100000 is more than the 256 tokens the model takes"),
+        (["--engine", 'quantile={"a":1}'], "quantile {'a': 1} must be a number"),
+        (["--policy", "min_layer=abc"], "min_layer 'abc' must be a whole number"),
+        (["--policy", "measure=margin,nothing"], "confidence measure 'nothing' is unknown"),
+        (["--threshold", "nan"], "an exit threshold is NaN"),
+        (["--static-layer", "1,3"], "static_layer 3 is no exit of this model"),
+        (["--exit-at", "3"], "thresholds name layers [3]"),
+    ],
+)
+@pytest.mark.parametrize("plan", ["quick", "full"])
+def test_a_value_that_cannot_be_is_told_before_anything_is_measured(
+    directory: Path, plan: str, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "engine", str(directory), "--batch", "2", "--plan", plan, *options]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.startswith("offramp: error: ")
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+
+
+def test_a_value_that_does_not_go_with_another_is_a_note(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch", "2", "--prompt-tokens", "4", "--new-tokens", "3", "--repeat", "1"]
+    assert main(["bench", "engine", str(directory), *sizes, "--engine", "deep_quorum=0,0.5", "--json"]) == 0
+    captured = capsys.readouterr()
+    names = [json.loads(line)["contestant"] for line in captured.out.splitlines()]
+    assert names == [
+        "full depth",
+        "fill, regroup, deep_quorum 0",
+        "fill, all, deep_quorum 0",
+        "fill, regroup, deep_quorum 0.5",
+    ]
+    assert captured.err.count("needs sync policy 'regroup'") == 1
+
+
 def test_any_batch_is_measured(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # More than an engine lets wait by default.
     options = ["--batch", "300", "--prompt-tokens", "1", "--new-tokens", "2", "--repeat", "1", "--sync-policy", "all"]

@@ -23,12 +23,13 @@ from offramp.common.checkpoint import DTYPES, Checkpoint, load_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
+from offramp.common.model.config import ModelConfig
 from offramp.common.tokenizer import load_tokenizer
 from offramp.serve.config import EngineConfig
 from offramp.serve.devices import choose_device
 from offramp.serve.execution.executor import Executor
 from offramp.serve.execution.exit_test import ExitRules, RequestExits
-from offramp.serve.execution.kv_policy import exit_policy
+from offramp.serve.execution.kv_policy import check_exits, exit_policy
 from offramp.serve.kv_cache.block_pool import BlockPool
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.measures.iteration_clock import IterationClock
@@ -69,6 +70,20 @@ class _Live:
     decoding: DecodingState
     text: TextStream | None
     piece: str = ""
+
+
+def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Most tokens of one request, prompt and completion together.
+
+    Raises:
+        OfframpError: the settings ask for more than the model takes.
+    """
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise OfframpError(
+            f"max_model_len {config.max_model_len} is more than the {limit} tokens the model takes; lower it."
+        )
+    return config.max_model_len or limit
 
 
 class Engine:
@@ -113,12 +128,7 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         model, dtype = checkpoint.config, DTYPES[config.dtype]
-        limit = model.max_position_embeddings
-        if config.max_model_len is not None and config.max_model_len > limit:
-            raise OfframpError(
-                f"max_model_len {config.max_model_len} is more than the {limit} tokens the model takes; lower it."
-            )
-        self.max_model_len = config.max_model_len or limit
+        self.max_model_len = max_model_len(config, model)
         shortlist = None if checkpoint.policy is None else checkpoint.policy.shortlist
         if shortlist_head and shortlist is None:
             raise OfframpError("the checkpoint's exit policy has no shortlist to make a head of; calibrate with one.")
@@ -256,12 +266,7 @@ class Engine:
         if self._tokenizer is None and request.sampling.stop:
             raise OfframpError("stop strings need a tokenizer, and this engine has none; give stop_token_ids.")
         self._scheduler.check(request)
-        static, exits = request.exits.static_layer, self.checkpoint.exits.layers
-        if static is not None and static not in exits:
-            raise OfframpError(f"static_layer {static} is no exit of this model; its exits are at {list(exits)}.")
-        policy = exit_policy(request.exits, self.checkpoint.policy)
-        if policy is not None:
-            policy.check(exits, size)
+        check_exits(request.exits, self.checkpoint.policy, self.checkpoint.exits.layers, size)
 
     def prepare(self, request: Request) -> None:
         """Do beforehand what may take seconds of `add_request`: compile the request's constraint.

@@ -17,7 +17,8 @@ from offramp.serve.bench.plan import Fields, Head, Variant, Workload
 from offramp.serve.bench.trial import Question, Trial
 from offramp.serve.config import EngineConfig
 from offramp.serve.devices import choose_device
-from offramp.serve.engine import Engine
+from offramp.serve.engine import Engine, max_model_len
+from offramp.serve.execution.kv_policy import check_exits
 from offramp.serve.measures.records import IterationRecord
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.request import Request
@@ -157,7 +158,21 @@ class EngineShelf:
             OfframpError: the checkpoint or the machine does not allow it.
         """
         device = choose_device(EngineConfig(device=variant.setting("device")))
-        size = _BLOCK_SIZE if device.type == "cpu" else _CUDA_BLOCK_SIZE
+        config = self._config(variant, _BLOCK_SIZE if device.type == "cpu" else _CUDA_BLOCK_SIZE)
+        if (config, variant.head) not in self._engines:
+            self._engines[config, variant.head] = Engine.from_checkpoint(
+                self._path, config, exits=self._exits, shortlist_head=variant.head == "shortlist"
+            )
+        return EngineContestant(self._engines[config, variant.head], variant)
+
+    def check(self, variant: Variant, checkpoint: Checkpoint) -> None:
+        """Raise `OfframpError` if its settings cannot be, on any machine; nothing is loaded."""
+        max_model_len(self._config(variant, _BLOCK_SIZE), checkpoint.config)
+        layers = checkpoint.exits.layers if self._exits is None else self._exits.layers
+        check_exits(exit_options(variant, checkpoint), checkpoint.policy, layers, checkpoint.config.vocab_size)
+
+    def _config(self, variant: Variant, size: int) -> EngineConfig:
+        """Settings with room for the workloads, in blocks of `size` tokens."""
         base = EngineConfig(
             block_size=size,
             # One block more than each can fill: the scheduler lets nobody in who might soon have to go again.
@@ -170,8 +185,4 @@ class EngineShelf:
             prefix_caching=False,  # every repetition asks the same
         )
         config: EngineConfig = with_fields(base, variant.engine)
-        if (config, variant.head) not in self._engines:
-            self._engines[config, variant.head] = Engine.from_checkpoint(
-                self._path, config, exits=self._exits, shortlist_head=variant.head == "shortlist"
-            )
-        return EngineContestant(self._engines[config, variant.head], variant)
+        return config

@@ -103,6 +103,12 @@ class Variant:
         return what
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """What was chosen by name, value by value."""
+        values = (*self.engine, *self.policy, ("threshold", self.threshold), ("exit_layer", self.exit_layer))
+        return tuple(f"{name}={value!r}" for name, value in values)
+
+    @property
     def baseline(self) -> Variant:
         """Full depth with the same numbers and kernels: what speed-ups refer to."""
         return Variant(tuple((name, value) for name, value in self.engine if name not in EXIT_FIELDS))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from offramp.common.checkpoint import load_checkpoint
+from offramp.common.checkpoint import Checkpoint, load_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.tokenizer import load_tokenizer
@@ -76,6 +76,24 @@ class Bench:
             has_shortlist=policy is not None and policy.shortlist is not None,
         )
         self.experiments = quick_plan(choices) if plan == "quick" else full_plan(choices)
+        self._check(checkpoint)
+
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Raise `OfframpError` for a choice with which no variant can be; where only some cannot, that is a note."""
+        possible: set[str] = set()
+        faults: dict[str, OfframpError] = {}
+        for experiment in self.experiments:
+            shelf = EngineShelf(self._path, self._exits, experiment.workloads)
+            for variant in experiment.variants:
+                try:
+                    shelf.check(variant, checkpoint)
+                except OfframpError as fault:
+                    faults.update(dict.fromkeys(variant.choices, fault))
+                else:
+                    possible.update(variant.choices)
+        for choice, fault in faults.items():
+            if choice not in possible:
+                raise fault
 
     def _read_references(self, choices: Choices) -> References | None:
         path = self._settings.references

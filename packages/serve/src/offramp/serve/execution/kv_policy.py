@@ -15,6 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from offramp.common.errors import OfframpError
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.execution.kept_tokens import KeptTokens
@@ -77,6 +78,23 @@ def exit_policy(options: ExitOptions, default: ExitPolicy | None) -> ExitPolicy 
     if policy is not None and policy.shortlist is not None and options.kv_policy == "verify":
         return replace(policy, shortlist_only=True)
     return policy
+
+
+def check_exits(options: ExitOptions, default: ExitPolicy | None, layers: Sequence[int], vocab_size: int) -> None:
+    """Raise `OfframpError` if a request asks for exits that a model does not have.
+
+    Args:
+        options: of the request.
+        default: the checkpoint's policy.
+        layers: where the model has exits.
+        vocab_size: V.
+    """
+    static = options.static_layer
+    if static is not None and static not in layers:
+        raise OfframpError(f"static_layer {static} is no exit of this model; its exits are at {list(layers)}.")
+    policy = exit_policy(options, default)
+    if policy is not None:
+        policy.check(layers, vocab_size)
 
 
 def bound_layers(item: ScheduledRequest) -> Sequence[int] | None:
