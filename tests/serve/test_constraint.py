@@ -37,6 +37,9 @@ PERSON = {
     "additionalProperties": False,
 }
 
+# The library finds out only when the first token is said.
+TOO_LARGE = "(a{1000}){1000}"
+
 
 def regex(pattern: str) -> Constraint:
     return Constraint("regex", pattern)
@@ -272,14 +275,15 @@ def test_a_language_that_becomes_too_large_on_the_way_says_so() -> None:
 
 def test_a_language_that_becomes_too_large_in_taking_a_token_is_not_let_go() -> None:
     # The matcher fails while it consumes the token, and not in the mask that comes next.
-    request, state = begin(regex("(a{1000}){1000}"), temperature=0)
-    logits = torch.zeros(1, len(TOKENIZERS["byte_level"]))
-    (one,) = sample(logits, [state])
-    assert one is not None
-    request.output_token_ids.append(one.token_id)
-    assert sample(logits, [state]) == [None]
-    assert state.fault is not None
-    assert state.fault.startswith("the constraint cannot be followed any further: ")
+    tokenizer = TOKENIZERS["byte_level"]
+    vocabulary = llguidance.hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer))
+    grammar, limits = LLMatcher.grammar_from_regex(TOO_LARGE), LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    constraint = ConstraintState(matcher, vocabulary, len(tokenizer), frozenset({0}))
+    constraint.add(int(np.flatnonzero(constraint.allowed())[-1]))
+    assert not constraint.allowed().any()
+    assert constraint.fault is not None
+    assert constraint.fault.startswith("the constraint cannot be followed any further: ")
 
 
 @pytest.mark.parametrize(
@@ -288,6 +292,7 @@ def test_a_language_that_becomes_too_large_in_taking_a_token_is_not_let_go() -> 
         (regex("["), "the regex cannot be followed: unclosed character class."),
         (regex("a(?=b)"), "look-around"),
         (regex(r"a[^\s\S]"), "the regex cannot be followed: it leaves no text that could be said."),
+        (regex(TOO_LARGE), "the regex cannot be followed: too many expressions constructed."),
         (Constraint("json_schema", "{"), "json schema cannot be"),
         (Constraint("json_schema", "[]"), "a JSON schema is an object"),
         (Constraint("json_schema", "true"), "a JSON schema is an object"),

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 _NUM_KEPT = 16  # compiled grammars; many requests share a few, and a large one takes 200 MB
 _NUM_PREPARED = 256  # requests whose grammar is kept for them alone until they start
 
+_NUM_TRIED = 4
+"""Tokens for which a language is followed before anybody is told that it can be: each is a step of the library's with a
+limit of work of its own."""
+
 _STOP_REASONS = ("NoExtension", "NoExtensionBias")  # in place of a message, for a language without any text
 
 # How much work a grammar may be is the library's default; its messages are to be short.
@@ -200,9 +204,26 @@ class Constraints:
             raise OfframpError(f"the {name} cannot be read: {_reason(str(fault))}.") from None
         if not matcher.is_error():
             matcher.compute_bitmask()  # some are found too large only now
-        if matcher.is_error():
-            raise OfframpError(f"the {name} cannot be followed: {_reason(matcher.get_error())}.")
+        fault = matcher.get_error() if matcher.is_error() else _fault_in_use(matcher, tokenizer)
+        if fault:
+            raise OfframpError(f"the {name} cannot be followed: {_reason(fault)}.")
         return matcher
+
+
+def _fault_in_use(matcher: LLMatcher, tokenizer: LLTokenizer) -> str:
+    """What the library says of too much work while a beginning of some answer is said; empty if it says nothing."""
+    trial = matcher.deep_copy()
+    for _ in range(_NUM_TRIED):
+        allowed = np.unpackbits(np.frombuffer(trial.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        allowed[[token for token in tokenizer.eos_tokens if token < len(allowed)]] = 0
+        tokens = np.flatnonzero(allowed)
+        if not trial.is_error() and len(tokens):
+            trial.try_consume_tokens([int(tokens[-1])])
+        if trial.is_error():
+            return "" if _words(trial.get_error()) in _STOP_REASONS else trial.get_error()
+        if not len(tokens) or trial.is_stopped():
+            break
+    return ""
 
 
 def _grammar(constraint: Constraint) -> str:
@@ -215,8 +236,12 @@ def _grammar(constraint: Constraint) -> str:
 
 
 def _reason(message: str) -> str:
-    """What is to be said of a message that goes on for many lines: its last `error: ...`, or else its beginning."""
-    message = message.partition("<state>")[0]
-    _, _, error = message.rpartition("error: ")
-    error = error.strip().partition("\n")[0].rstrip(". ")
-    return "it leaves no text that could be said" if error in _STOP_REASONS else error
+    """What is to be said of a message."""
+    words = _words(message)
+    return "it leaves no text that could be said" if words in _STOP_REASONS else words
+
+
+def _words(message: str) -> str:
+    """Of a message that goes on for many lines its last `error: ...`, or else its beginning."""
+    _, _, error = message.partition("<state>")[0].rpartition("error: ")
+    return error.strip().partition("\n")[0].rstrip(". ")
