@@ -21,11 +21,16 @@ CARD = ModelCard("m", "1.0", 1, 300, 4, (1, 2), None, frozenset(), 100_000, 100_
 
 
 class Front:
-    """TorchServe's side: keeps calling with the live jobs, hands each payload over once, takes the pieces."""
+    """TorchServe's side: calls with the live jobs, each with its payload until its first piece, and takes the pieces.
+
+    Attributes:
+        held: Jobs that the last call gave nothing.
+    """
 
     def __init__(self, jobs: Jobs) -> None:
         self.jobs = jobs
         self.pieces: dict[str, list[Piece]] = {}
+        self.held: set[str] = set()
         self._live: dict[str, Job] = {}
 
     def send(self, name: str, path: str = "v1/completions", **fields: object) -> None:
@@ -43,7 +48,11 @@ class Front:
         given = list(self._live.values())
         pieces = self.jobs.pump(given)
         assert len(pieces) == len(given)
+        self.held = {job.id for job, piece in zip(given, pieces, strict=True) if piece is None}
         for job, piece in zip(given, pieces, strict=True):
+            if piece is None:
+                assert not self.pieces[job.id], "its status is out"
+                continue
             self.pieces[job.id].append(piece)
             if piece.last is False:
                 self._live[job.id] = Job(job.id, job.path, None)
@@ -54,6 +63,13 @@ class Front:
     def run(self, *names: str) -> None:
         deadline = time.monotonic() + 5
         while any(name in self._live for name in names):
+            assert time.monotonic() < deadline
+            self.call()
+
+    def run_until_spoken(self, *names: str) -> None:
+        """Calls until each of these jobs has had a piece."""
+        deadline = time.monotonic() + 5
+        while not all(self.pieces[name] for name in names):
             assert time.monotonic() < deadline
             self.call()
 
@@ -96,7 +112,7 @@ def test_streams_and_whole_answers_side_by_side(front: Front) -> None:
 
 def test_a_refusal_is_whole_and_at_once_and_touches_nobody(front: Front) -> None:
     front.send("s", max_tokens=200, stream=True)
-    front.call()
+    front.run_until_spoken("s")
     front.send_raw(Job("bad", "v1/completions", b"{oops"))
     front.send("lost", path="v1/nowhere")
     front.send("long", max_tokens=200_000)
@@ -119,7 +135,7 @@ def test_an_answer_that_is_ready_at_once_still_takes_two_pieces(engine: FakeEngi
 def test_a_vanished_job_is_cancelled(front: Front, engine: FakeEngine, thread: EngineThread) -> None:
     front.send("gone", max_tokens=50_000, stream=True)
     front.send("stays", max_tokens=20)
-    front.call()
+    front.run_until_spoken("gone")
     front.drop("gone")
     front.run("stays")
     assert engine.cancelled == ["cmpl-gone-0"]
@@ -130,7 +146,7 @@ def test_when_the_last_client_goes_the_lease_cancels_without_a_call(
     front: Front, engine: FakeEngine, thread: EngineThread
 ) -> None:
     front.send("gone", max_tokens=50_000, stream=True)
-    front.call()
+    front.run_until_spoken("gone")
     front.drop("gone")  # and TorchServe, with no job left, calls no more
     deadline = time.monotonic() + 5
     while not engine.cancelled:
@@ -143,7 +159,7 @@ def test_when_the_last_client_goes_the_lease_cancels_without_a_call(
 
 def test_a_front_that_was_only_slow_gets_the_end_of_its_stream(front: Front) -> None:
     front.send("slow", max_tokens=50_000, stream=True)
-    front.call()
+    front.run_until_spoken("slow")
     time.sleep(0.6)
     front.run("slow")
     assert '"error"' in front.text("slow")
@@ -196,7 +212,7 @@ def test_a_fault_of_ours_is_one_500_and_stays_out_of_the_log(
 def test_when_the_engine_dies_streams_hear_why_and_whole_answers_stay_open(front: Front, engine: FakeEngine) -> None:
     front.send("s", max_tokens=50_000, stream=True)
     front.send("w", max_tokens=50_000)
-    front.call()
+    front.run_until_spoken("s", "w")
 
     def explode() -> None:
         raise RuntimeError("the engine is on fire")
@@ -216,11 +232,11 @@ def test_when_the_engine_dies_streams_hear_why_and_whole_answers_stay_open(front
 
 def test_a_fault_at_admission_has_a_status_of_its_own(front: Front, engine: FakeEngine) -> None:
     front.send("s", max_tokens=50, stream=True)
-    front.call()
+    front.run_until_spoken("s")
     engine.refuse = {"cmpl-bad-0", "cmpl-odd-0"}
     front.send("bad", stream=True)
     front.send("odd")
-    front.call()
+    front.run_until_spoken("bad", "odd")
     assert [[piece.status for piece in front.pieces[name]] for name in ("bad", "odd")] == [[500], [500]]
     assert front.pieces["bad"][0].content_type == "application/json"
     assert b"refused on purpose" in front.pieces["bad"][0].body
@@ -240,28 +256,65 @@ def test_a_fault_in_the_first_iteration_has_a_status_of_its_own(front: Front, en
     assert front.text("s").count("data: ") == 4
 
 
-def test_a_grammar_that_cannot_be_compiled_is_400_and_a_slow_one_holds_nobody_up(
-    front: Front, engine: FakeEngine, jobs: Jobs
-) -> None:
+def test_a_grammar_that_takes_long_holds_nobody_up_and_is_400_if_it_is_bad(front: Front, engine: FakeEngine) -> None:
     go_on = threading.Event()
 
     def prepare(request: Request) -> None:
         if "slow" in request.request_id:
             assert go_on.wait(5)
-        raise OfframpError("the regex cannot be followed: unclosed group.")
+        if "good" not in request.request_id:
+            raise OfframpError("the regex cannot be followed: unclosed group.")
 
     engine.on_prepare = prepare
     language = {"regex": "("}
     front.send("s", max_tokens=100, stream=True)
     front.send("bad", structured_outputs=language)
-    front.call()
-    (refusal,) = front.pieces["bad"]
-    assert refusal.status == 400
-    assert json.loads(refusal.body)["error"]["param"] == "structured_outputs"
-    front.send("slow", structured_outputs=language)
+    front.run_until_spoken("bad")
+    front.send("slow-bad", structured_outputs=language, stream=True)
+    front.send("slow-good", structured_outputs=language, stream=True)
     front.run("s")
     assert front.text("s").count("data: ") == 101
-    assert not front.text("slow")
+    assert front.held == {"slow-bad", "slow-good"}, "whatever comes of them has its status still before it"
     go_on.set()
-    front.run("slow")
-    assert "unclosed group" in front.text("slow")
+    front.run("slow-bad", "slow-good")
+    for name in ("bad", "slow-bad"):
+        (refusal,) = front.pieces[name]
+        assert refusal.status == 400
+        assert json.loads(refusal.body)["error"]["param"] == "structured_outputs"
+    assert front.pieces["slow-good"][0].status == 200
+    assert front.text("slow-good").endswith("data: [DONE]\n\n")
+
+
+def test_a_grammar_that_takes_too_long_is_refused(engine: FakeEngine, thread: EngineThread) -> None:
+    settings = HandlerSettings(wait_ms=5, prepare_wait_ms=50)
+    front = Front(Jobs(OpenAIService(thread, tiny_tokenizer(), CARD), thread, settings))
+    go_on = threading.Event()
+    engine.on_prepare = lambda request: go_on.wait(5)
+    front.send("slow", structured_outputs={"regex": "a"}, n=2)
+    front.send("s", max_tokens=200, stream=True)
+    front.run("slow", "s")
+    go_on.set()
+    (refusal,) = front.pieces["slow"]
+    assert refusal.status == 400
+    assert "not compiled after 0.05 s; simplify it" in json.loads(refusal.body)["error"]["message"]
+    assert front.text("s").count("data: ") == 201
+    front.send("next", max_tokens=2, structured_outputs={"regex": "b"})
+    front.run("next")
+    assert json.loads(front.text("next"))["choices"][0]["text"] == " 0 1"
+    assert engine.seen == ["cmpl-s-0", "cmpl-next-0"]
+
+
+def test_a_long_iteration_holds_a_new_answer_back_only_so_long(engine: FakeEngine, thread: EngineThread) -> None:
+    front = Front(
+        Jobs(OpenAIService(thread, tiny_tokenizer(), CARD), thread, HandlerSettings(wait_ms=5, first_wait_ms=40))
+    )
+    go_on = threading.Event()
+    engine.on_step = lambda: go_on.wait(5)
+    front.send("s", max_tokens=3, stream=True)
+    front.call()
+    assert front.held == {"s"}
+    front.run_until_spoken("s")
+    assert front.text("s") == ""
+    go_on.set()
+    front.run("s")
+    assert front.text("s").count("data: ") == 4

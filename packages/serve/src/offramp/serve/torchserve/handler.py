@@ -57,12 +57,16 @@ class OfframpHandler:
             raise RuntimeError(str(error)) from error
 
     def handle(self, data: Sequence[dict[str, Any]], context: Any) -> list[bytes]:
-        """One piece for each live job; TorchServe calls it in a loop while there are any. Never raises."""
+        """At most one piece for each live job; TorchServe calls it in a loop while there are any. Never raises."""
         pieces = self._jobs.pump([_job(context, index, parameters) for index, parameters in enumerate(data)])
         for index, piece in enumerate(pieces):
-            _set_head(context, index, piece)
-        context.stopping_criteria = [_criterion(piece.last) for piece in pieces]
-        return [piece.body for piece in pieces]
+            if piece is None:
+                # The message that goes back is made of the requests that are named here.
+                del context.request_ids[index]
+            else:
+                _set_head(context, index, piece)
+        context.stopping_criteria = [_criterion(None if piece is None else piece.last) for piece in pieces]
+        return [b"" if piece is None else piece.body for piece in pieces]
 
     def _start(self, context: Any, report: WorkerReport) -> None:
         sections = context.model_yaml_config or {}

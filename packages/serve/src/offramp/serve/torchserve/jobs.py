@@ -6,7 +6,8 @@ engine iterates in its own thread. Rules of that loop which this module keeps, s
 
 - A call that raises, or answers with the wrong number of pieces, fails every live job. So nothing here raises.
 - A job's first piece carries the status code. So a refusal is a whole answer in the call that first sees the job, and
-  that call waits a little for the job's first iteration: a fault found by then has its own status as well.
+  other jobs get no piece at all before their first iteration is over: a fault found by then has its own status as well.
+  TorchServe keeps a job that it gets nothing for, and shows it again with its payload.
 - A first piece that is also the last leaves the client without a response head. So an answer in pieces has two or more.
 - TorchServe does not say that a client went away; the job is just missing from the next call.
 - When the last job goes, no call comes at all. So the engine's thread cancels after a lease (`EngineThread`).
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from offramp.common.errors import OfframpError
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.errors import internal
 from offramp.serve.protocol.replies import EVENT_STREAM, JSON, Complete, Generation, encode
@@ -37,7 +39,7 @@ class Job:
     Attributes:
         id: TorchServe's id of it.
         path: What follows the model's version in the URL.
-        body: The request's body; None when there is no payload, as in all calls after a job's first.
+        body: The request's body; None when there is no payload, as in all calls after a job's first piece.
     """
 
     id: str
@@ -68,6 +70,7 @@ class Piece:
 class _Live:
     reply: Generation
     since: float  # seconds of time.monotonic
+    prepared: float | None = None  # likewise; None: the engine cannot start yet
     pieces: int = 0
     spoke: bool = False  # whether any of its pieces had content
 
@@ -104,38 +107,23 @@ class Jobs:
         """The engine has something new: ends the wait of this call, or of the next. Any thread may call."""
         self._news.set()
 
-    def pump(self, jobs: Sequence[Job]) -> list[Piece]:
-        """One call: what each live job gets, in the same order. Never raises."""
+    def pump(self, jobs: Sequence[Job]) -> list[Piece | None]:
+        """One call: what each live job gets, in the same order; None: nothing, not even a status. Never raises."""
         with self._thread.attended():
             ids = {job.id for job in jobs}
             for job_id in [job_id for job_id in self._live if job_id not in ids]:
                 self._service.abandon(self._live.pop(job_id).reply)
             self._dead &= ids
             answered: dict[str, Piece] = {}
-            admitted: list[str] = []
             for job in jobs:
                 if job.id not in self._live:
                     piece = self._admit(job)
-                    if piece is None:
-                        admitted += self._live[job.id].reply.request_ids
-                    else:
+                    if piece is not None:
                         answered[job.id] = piece
-            if admitted or not answered:  # answers that are ready need not wait for the engine
-                self._await_news(admitted)
+            if not answered:  # answers that are ready need not wait for the engine
+                self._news.wait(self._settings.wait_ms / 1000)
+                self._news.clear()
             return [answered.get(job.id) or self._next_piece(job.id) for job in jobs]
-
-    def _await_news(self, admitted: Sequence[str]) -> None:
-        """Waits until the engine has something new, or until new requests have been through an iteration."""
-        began, wait_s = time.monotonic(), self._settings.wait_ms / 1000
-        self._news.wait(wait_s)
-        self._news.clear()
-        while self._thread.is_new(admitted):
-            is_unprepared = self._thread.is_unprepared(admitted)
-            limit_ms = self._settings.prepare_wait_ms if is_unprepared else self._settings.first_wait_ms
-            if time.monotonic() - began > limit_ms / 1000:
-                break
-            self._news.wait(wait_s)
-            self._news.clear()
 
     def _admit(self, job: Job) -> Piece | None:
         """The answer to a new job, if it is known at once; None when the engine works on it."""
@@ -164,8 +152,24 @@ class Jobs:
         error = internal("its worker was restarted; send it again")
         return Piece(b"data: %b\n\n" % encode(error.body()), False, 200, EVENT_STREAM)
 
-    def _next_piece(self, job_id: str) -> Piece:
+    def _is_open(self, live: _Live) -> bool:
+        """Whether the status of an answer is still to be found out: its requests have not been through an iteration."""
+        request_ids, now = live.reply.request_ids, time.monotonic()
+        if live.pieces or not self._thread.is_new(request_ids):
+            return False
+        if not self._thread.is_unprepared(request_ids):
+            live.prepared = live.prepared or now
+            return now - live.prepared <= self._settings.first_wait_ms / 1000
+        limit_s = self._settings.prepare_wait_ms / 1000
+        if now - live.since > limit_s:
+            cause = f"the language asked for is not compiled after {limit_s:g} s; simplify it, or try again later."
+            self._thread.refuse(request_ids, OfframpError(cause))
+        return True
+
+    def _next_piece(self, job_id: str) -> Piece | None:
         live, headers = self._live[job_id], self._service.card.headers()
+        if self._is_open(live):
+            return None
         try:
             body, last = live.reply.take(self._settings.max_piece_bytes)
         except Exception as error:

@@ -21,11 +21,10 @@ class HandlerSettings:
     Attributes:
         wait_ms: Longest wait for new tokens in one call of the handler, in milliseconds. A new request is seen at the
             latest after that time, so it is also a bound on the delay that the front adds to a first token.
-        first_wait_ms: Longest wait for the first iteration of a new request, in the call that brings it: a fault found
-            by then has a status code of its own. It ends with that iteration, so other answers wait for one iteration
-            more at most.
+        first_wait_ms: Longest time for which an answer is held back, its status included, until the first iteration of
+            its requests is over: a fault found by then has a status code of its own. Others do not wait.
         prepare_wait_ms: The same for what precedes the first iteration and may take seconds, the compiling of a
-            grammar. Other answers wait as long.
+            grammar. A request that is not ready by then is refused.
         lease_s: TorchServe stops calling when its last client has gone, so requests are cancelled after this many
             seconds without a call. Longer than the worst pause of the Java process.
         max_piece_bytes: Most bytes of one response handed over in one call; TorchServe kills the worker above its own
@@ -34,7 +33,7 @@ class HandlerSettings:
 
     wait_ms: float = 20.0
     first_wait_ms: float = 1000.0
-    prepare_wait_ms: float = 100.0
+    prepare_wait_ms: float = 30_000.0
     lease_s: float = 3.0
     max_piece_bytes: int = 1_000_000
 
