@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -90,7 +90,7 @@ def run_processes(function: Callable[..., Any], world_size: int, *args: Any, tim
     return [results[rank] for rank in range(world_size)]
 
 
-def start_command(arguments: list[str], log: Path, ranks: int = 1) -> list[BaseProcess]:
+def start_command(arguments: list[str], log: Path, ranks: int = 1) -> Sequence[BaseProcess]:
     """Start `offramp` here, as a launcher would start its ranks; what they print is added to `log`."""
     port = free_port()
     processes = [
