@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def start(name: str, ranks: int) -> list[BaseProcess]:
+def start(name: str, ranks: int) -> Sequence[BaseProcess]:
     """`offramp fit` of the run `name`."""
     command = ["fit", "-c", "recipe.yaml", "--ckpt_path=last", f"--trainer.default_root_dir={name}"]
     return start_command(command, Path(f"{name}.log"), ranks)
@@ -76,7 +77,7 @@ def finish(name: str, ranks: int) -> None:
         kill(processes)
 
 
-def kill(processes: list[BaseProcess]) -> None:
+def kill(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         process.kill()
     for process in processes:
