@@ -17,6 +17,7 @@ from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
 from offramp.train.module import MultiExitModule
 from offramp.train.optim import OptimizerConfig
 from offramp.train.priming import ExitPrimingModule, PrimingDataModule
+from offramp.train.tracking.exit_samples import continuations
 
 ROWS = 24
 HALF_WAY = "{}-{{step}}"
@@ -82,6 +83,18 @@ class Numbers(pl.LightningDataModule):
         return self._steps([(3 * row + 1, row % 3) for row in range(7)], 6)
 
 
+class Said(pl.Callback):
+    """What each exit writes after some prompts at the last validation."""
+
+    def __init__(self, prompts: list[list[int]], tokens: int) -> None:
+        self.prompts, self.tokens = prompts, tokens
+        self.texts: dict[int, list[list[int]]] = {}
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, MultiExitModule)
+        self.texts = continuations(pl_module, self.prompts, self.tokens, ends=[])
+
+
 class Memory(Logger):
     """Keeps every logged metric: (step, name) -> value."""
 
@@ -116,6 +129,7 @@ def fit(
     trainer: dict[str, Any] | None = None,
     priming: bool = False,
     data: type[Numbers] = Numbers,
+    prompts: list[list[int]] | None = None,
 ) -> dict[str, Any]:
     """Fit, save to `out`, validate, and say what was logged by this process.
 
@@ -130,13 +144,14 @@ def fit(
         trainer: arguments of the trainer.
         priming: prime exits, instead of training all.
         data: what to train on.
+        prompts: to be continued by every exit with five tokens; `said` in the answer.
     """
     warnings.filterwarnings("ignore")
     if isinstance(strategy, dict):
         from offramp.train.pipeline.strategy import DeepSpeedPipelineStrategy
 
         strategy = DeepSpeedPipelineStrategy(**strategy)
-    memory = Memory()
+    memory, said = Memory(), Said(prompts or [], 5)
     runner = pl.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -149,7 +164,8 @@ def fit(
         enable_model_summary=False,
         default_root_dir=str(Path(out).parent),
         callbacks=[
-            ModelCheckpoint(Path(out).parent, HALF_WAY.format(Path(out).stem), every_n_train_steps=3, save_top_k=-1)
+            ModelCheckpoint(Path(out).parent, HALF_WAY.format(Path(out).stem), every_n_train_steps=3, save_top_k=-1),
+            *([] if prompts is None else [said]),
         ],
         **{"gradient_clip_val": 1.0, "val_check_interval": 3, **(trainer or {})},
     )
@@ -159,7 +175,13 @@ def fit(
     runner.save_checkpoint(out)
     logged = {name: float(value) for name, value in runner.callback_metrics.items()}
     (again,) = runner.validate(model, datamodule=Numbers(), verbose=False)
-    return {"metrics": dict(memory.metrics), "logged": logged, "validated": again, "steps": runner.global_step}
+    return {
+        "metrics": dict(memory.metrics),
+        "logged": logged,
+        "validated": again,
+        "steps": runner.global_step,
+        "said": said.texts,
+    }
 
 
 def fit_all(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import subprocess
@@ -263,7 +264,16 @@ def test_the_default_model_is_built_and_trained(here: Path) -> None:
     assert run("fit", argv(model__optimizer__warmup_steps="2", trainer__val_check_interval="2")) == 0
     (logged,) = runs()
     assert logged.info.status == "FINISHED"
-    assert {"train/loss_exit_02", "val/loss_exit_02"} <= set(logged.data.metrics)
+    assert {"train/loss_exit_02", "val/loss_exit_02", "train/step_seconds"} <= set(logged.data.metrics)
+    check_pictures_and_samples(logged.info.run_id, steps=[1])
+    again = argv(model__optimizer__warmup_steps="2", trainer__val_check_interval="2")
+    Path("runs/recipe/loss_per_exit.png").unlink()
+    with pytest.warns(UserWarning, match=r"parameters changed.*resume\.1\."):
+        assert run("fit", [*again, "--ckpt_path=last", "--vars.steps=6"]) == 0
+    check_pictures_and_samples(logged.info.run_id, steps=[1, 3, 5])
+    kept = torch.load("runs/recipe/checkpoints/sstep=6.ckpt", weights_only=True)["callbacks"]["LossCurves"]
+    assert [step for step, _ in kept["train"]["02"]["points"]] == [0, 1, 2, 3, 4, 5]
+    assert [step for step, _ in kept["validation"]["04"]["points"]] == [1, 3, 5]
     with pytest.raises(OfframpError, match=r"did you mean 'warmup_steps'"):
         run("fit", argv(model__optimizer__warmup_step="2"))
     for file in Path("cache").iterdir():
@@ -271,6 +281,22 @@ def test_the_default_model_is_built_and_trained(here: Path) -> None:
     with pytest.raises(OfframpError, match=r"data.sequence_length is 257, but the model has positions for 256 tokens"):
         run("fit", argv(data__sequence_length="257"))
     assert not list(Path("cache").glob("tokens-*"))
+
+
+def check_pictures_and_samples(run_id: str, steps: list[int]) -> None:
+    """In the run directory, and the same in MLflow."""
+    client, folder = store(), Path("runs/recipe")
+    names = ["loss_per_exit.png", *(f"exit_samples/step_{step:08d}.csv" for step in steps)]
+    assert sorted(folder.glob("exit_samples/*")) == [folder / name for name in names[1:]]
+    for name in names:
+        there = client.download_artifacts(run_id, name)
+        assert Path(there).read_bytes() == (folder / name).read_bytes()
+    assert (folder / names[0]).read_bytes().startswith(b"\x89PNG")
+    with (folder / names[-1]).open(newline="") as file:
+        header, *lines = csv.reader(file)
+    assert header == ["prompt", "expected", "exit 02", "exit 04 (final)"]
+    assert len(lines) == 2
+    assert all(line[0].startswith("row 10") and line[2] and line[3] for line in lines)
 
 
 def test_explain_names_the_type_of_the_innermost_key() -> None:

@@ -17,6 +17,7 @@ from offramp.common.checkpoint import load_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
+from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.depth_spread import DepthSpread
 from offramp.train.exit_weights import Curriculum, WeightSchedule
 from offramp.train.export import export_checkpoint, main
@@ -25,7 +26,7 @@ from offramp.train.objective import ObjectiveConfig
 from offramp.train.priming import ExitPrimingModule, PrimingDataModule, StateBatch, StateLoader
 from offramp.train.stage_files import read_stages
 
-FILL_AWARE = {"fill_aware": {1: 0.2, 2: 0.2}}
+FILL_AWARE = {"fill_aware": {1: 0.2, 2: 0.2}, "peak_tflops": 2.0}
 DISTILLED, SPREAD = ObjectiveConfig(distill=0.5), ObjectiveConfig(depth_spread=DepthSpread(weight=1.0))
 CHANGING = {  # everything that depends on the step
     "objective": ObjectiveConfig(
@@ -33,10 +34,14 @@ CHANGING = {  # everything that depends on the step
     ),
     "layer_dropout": LayerDropout(0.5, "exponential", 6),
 }
+OF_THE_MACHINE = (
+    "epoch", "train/tokens_per_second", "train/step_seconds", "train/model_tflops", "train/mfu", "train/memory",
+)  # fmt: skip
 TWO_STAGES = {"pipe": 2, "micro_batches": 3}
 SHARED = {"pipe": 1, "tensor": 2, "micro_batches": 2, "zero_stage": 1}
+PROMPTS = [[11, 12, 13], [40, 41, 42, 43, 44], [7]]
 TWO_PROCESSES: dict[str, dict[str, Any]] = {
-    "pipeline": {"strategy": TWO_STAGES, "module": FILL_AWARE},
+    "pipeline": {"strategy": TWO_STAGES, "module": FILL_AWARE, "prompts": PROMPTS},
     "pipeline, second half": {"strategy": TWO_STAGES, "module": FILL_AWARE, "resume": "pipeline"},
     "ZeRO-1": {"strategy": {**TWO_STAGES, "zero_stage": 1}, "module": FILL_AWARE},
     "ZeRO-1, second half": {
@@ -44,11 +49,15 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
         "module": FILL_AWARE,
         "resume": "ZeRO-1",
     },
-    "two replicas of one stage": {"strategy": {"pipe": 1, "micro_batches": 2}, "module": FILL_AWARE},
-    "a shared stage": {"strategy": SHARED, "module": FILL_AWARE},
+    "two replicas of one stage": {
+        "strategy": {"pipe": 1, "micro_batches": 2},
+        "module": FILL_AWARE,
+        "prompts": PROMPTS,
+    },
+    "a shared stage": {"strategy": SHARED, "module": FILL_AWARE, "prompts": PROMPTS},
     "a shared stage, second half": {"strategy": SHARED, "module": FILL_AWARE, "resume": "a shared stage"},
     "a shared stage, second half of two stages": {"strategy": SHARED, "module": FILL_AWARE, "resume": "ZeRO-1"},
-    "ddp": {"strategy": "ddp", "module": FILL_AWARE},
+    "ddp": {"strategy": "ddp", "module": FILL_AWARE, "prompts": PROMPTS},
     "changing": {"strategy": TWO_STAGES, "module": CHANGING},
     "changing, second half": {"strategy": TWO_STAGES, "module": CHANGING, "resume": "changing"},
     "changing, ddp": {"strategy": "ddp", "module": CHANGING},
@@ -94,7 +103,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("one") / "whole.ckpt"
-    return {**fit(str(checkpoint), str(out), module=FILL_AWARE), "out": out}
+    return {**fit(str(checkpoint), str(out), module=FILL_AWARE, prompts=PROMPTS), "out": out}
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +124,7 @@ def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def comparable(run: dict[str, Any], steps: range = range(6)) -> dict[tuple[int, str], float]:
     return {
-        key: value
-        for key, value in run["metrics"].items()
-        if key[0] in steps and key[1] not in ("epoch", "train/tokens_per_second")
+        key: value for key, value in run["metrics"].items() if key[0] in steps and not key[1].startswith(OF_THE_MACHINE)
     }
 
 
@@ -132,6 +139,26 @@ def test_two_processes_log_what_one_logs(name: str, one: dict[str, Any], two: di
     for answer in two[name]:
         assert comparable(answer) == pytest.approx(expected, rel=1e-4)
         assert answer["steps"] == 6
+
+
+def operations_of_a_step(run: dict[str, Any], ranks: int) -> float:
+    metrics = run["metrics"]
+    assert (0, "train/step_seconds") not in metrics, "nothing is known about the first step"
+    for rank in range(ranks):
+        assert 0.05 < metrics[1, f"train/memory_gib_rank_{rank:02d}"] < 64.0
+    assert (1, f"train/memory_gib_rank_{ranks:02d}") not in metrics
+    seconds, speed = metrics[1, "train/step_seconds"], metrics[1, "train/model_tflops_per_second"]
+    assert metrics[1, "train/tokens_per_second"] * seconds == pytest.approx(4 * 9)
+    assert metrics[1, "train/mfu"] == pytest.approx(speed / (2.0 * ranks))
+    return speed * seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipeline", "two replicas of one stage", "a shared stage", "ddp"])
+def test_all_processes_together_count_what_one_counts(name: str, one: dict[str, Any], two: dict[str, Any]) -> None:
+    expected = operations_of_a_step(one, 1)
+    for answer in two[name]:
+        assert operations_of_a_step(answer, 2) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -197,6 +224,27 @@ def test_exports_of_any_number_of_stages_are_equal(
         assert exported.policy == ExitPolicy(shortlist=(1, 5, 9))
     moved = (whole.model.embed_tokens.weight - start.model.embed_tokens.weight).abs().max()
     assert float(moved) > 1e-3, "nothing was trained, so nothing was compared"
+
+
+@torch.no_grad()
+def greedy(model: MultiExitTransformer, prompt: list[int], layer: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(5):
+        text.append(int(model(torch.tensor([text]), exits=[layer]).logits[layer][0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.slow
+def test_every_exit_says_what_it_will_say_when_exported(
+    one: dict[str, Any], two: dict[str, Any], tmp_path: Path
+) -> None:
+    for name in ("pipeline", "two replicas of one stage", "a shared stage", "ddp"):
+        model = load_checkpoint(export_checkpoint(two["out"][name], tmp_path / name.replace(" ", "-"))).model.eval()
+        expected = {layer: [greedy(model, prompt, layer) for prompt in PROMPTS] for layer in (1, 2, 4)}
+        assert two[name][0]["said"] == two[name][1]["said"] == expected
+    model = load_checkpoint(export_checkpoint(one["out"], tmp_path / "one")).model.eval()
+    assert one["said"] == {layer: [greedy(model, prompt, layer) for prompt in PROMPTS] for layer in (1, 2, 4)}
+    assert len({tuple(text) for texts in one["said"].values() for text in texts}) > 3, "texts differ"
 
 
 @pytest.mark.slow

@@ -63,9 +63,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def reactions(checkpoint: str, folder: str, strategy: Any, devices: int) -> tuple[dict[tuple[int, str], float], str]:
-    """What is logged when steps are skipped, and the fault when the run stops."""
+    """What is logged when steps are skipped, and afterwards, and the fault when the run stops."""
     settings: dict[str, Any] = {"strategy": strategy, "devices": devices, "data": Poisoned}
-    run = fit(checkpoint, f"{folder}/skip.ckpt", module={"on_nonfinite": "skip"}, **settings)
+    skipping: dict[str, Any] = {"module": {"on_nonfinite": "skip"}, **settings}
+    run = fit(checkpoint, f"{folder}/skip.ckpt", **skipping)
+    again = fit(checkpoint, f"{folder}/on.ckpt", max_steps=7, resume=f"{folder}/skip-step=6.ckpt", **skipping)
+    run["metrics"] |= {key: value for key, value in again["metrics"].items() if key[0] == 6}
     try:
         fit(checkpoint, f"{folder}/stop.ckpt", **settings)
     except OfframpError as fault:
@@ -83,6 +86,8 @@ def all_reactions(checkpoint: str, folder: str) -> dict[str, Any]:
 
 def check(metrics: dict[tuple[int, str], float], fault: str) -> None:
     assert [metrics.get((step, "train/skipped_steps")) for step in range(6)] == [None, None, None, 1.0, 2.0, 3.0]
+    assert metrics[6, "train/skipped_steps"] == 3.0, "a resumed run goes on counting"
+    assert math.isfinite(metrics[6, "train/loss"])
     assert math.isnan(metrics[3, "train/loss"])
     assert all(math.isfinite(metrics[step, "train/loss"]) for step in range(3))
     assert not math.isfinite(metrics[4, "train/grad_norm"])
@@ -114,6 +119,13 @@ def test_a_scale_that_is_too_high_is_no_fault_but_a_loss_is(checkpoint: str, tmp
     assert not math.isfinite(run["metrics"][0, "train/grad_norm"])
     assert (5, "train/skipped_steps") not in run["metrics"]
     assert scaler.get_scale() < 2.0**100
+
+
+def test_a_scale_falls_no_lower_than_none(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    monkeypatch.setattr(scaler, "get_scale", lambda: 1.0)
+    with pytest.raises(OfframpError, match="not finite at a loss scale of 1, the lowest; lower the learning rate"):
+        fit(checkpoint, str(tmp_path / "out.ckpt"), trainer={"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]})
 
 
 @pytest.mark.slow

@@ -31,7 +31,9 @@ from offramp.train.one_voice import one_voice, this_rank
 from offramp.train.pipeline.registration import register_strategy
 from offramp.train.recipe import PLAN, RecipeArguments, import_object, load_recipe, parse_command_line
 from offramp.train.recipe_errors import explained
+from offramp.train.tracking.exit_samples import ExitSamples
 from offramp.train.tracking.logger import OfframpMLFlowLogger
+from offramp.train.tracking.loss_curves import LossCurves
 from offramp.train.tracking.recorder import RunRecorder, Termination
 from offramp.train.training_checkpoint import CHECKPOINTS, newest_whole
 
@@ -253,7 +255,10 @@ def build(arguments: RecipeArguments) -> RecipeCLI:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             # Lightning's choice depends on the logger's run id, so that a resumed run could not find its checkpoints.
             callback.dirpath = str(Path(trainer.default_root_dir) / CHECKPOINTS)
-    trainer.callbacks.insert(0, RunRecorder(cli.resolved()))  # pyright: ignore[reportAttributeAccessIssue]
+    own: list[pl.Callback] = [RunRecorder(cli.resolved()), LossCurves()]
+    if not any(isinstance(callback, ExitSamples) for callback in trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
+        own.append(ExitSamples())
+    trainer.callbacks[:0] = own  # pyright: ignore[reportAttributeAccessIssue]
     return cli
 
 

@@ -166,7 +166,7 @@ class ExitSums:
         values: [8, X] float64: token losses, cross-entropy, divergence, correct tokens, trained tokens; then tokens
             where the exit agrees with the final one, and those where both were asked; then the spread of exit depths,
             which is all exits' and stands in the last column.
-        predictions: what the exits said since the last `compare`.
+        predictions: what the exits said.
     """
 
     def __init__(self, layers: tuple[int, ...], device: torch.device, values: Tensor | None = None) -> None:
@@ -185,13 +185,12 @@ class ExitSums:
         self.values[7, -1] += spread.detach().to(self.values)
 
     def compare(self, final: Tensor | None) -> None:
-        """Count agreement with the final exit, and forget the predictions.
+        """Count agreement with the final exit, once for all predictions.
 
         Args:
-            final: [P] what the final exit says at every position since the last time; None if it was not run.
+            final: [P] what the final exit says at every position; None if it was not run.
         """
         self.values[5:7] += self.predictions.compare(self.layers, final).to(self.values)
-        self.predictions = Predictions()
 
     def report(self, objective: Objective) -> dict[str, float]:
         """Metrics by name, without a prefix: `loss`, then `loss_exit_06` and `accuracy_exit_06` for each exit.

@@ -30,15 +30,18 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.common.hf import read_json
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.train.agreement import NOT_ASKED
 from offramp.train.data.batch import TokenBatch
 from offramp.train.data.loader import BatchLoader
+from offramp.train.device_peaks import peak_flops, peak_memory_bytes
 from offramp.train.exit_weights import WeightRule
 from offramp.train.fill_aware import check_probabilities, draw_exit_depths
 from offramp.train.freezing import BACKBONE, freeze_parameters, untrained
 from offramp.train.layer_dropout import LayerDropout
 from offramp.train.lora import LoraConfig, add_lora
 from offramp.train.losses import ExitLosses, ExitSums, MicroBatch, Objective, exit_reader
-from offramp.train.nonfinite import NonfiniteGuard, OnNonfinite
+from offramp.train.model_flops import ModelFlops
+from offramp.train.nonfinite import LOWEST_SCALE, NonfiniteGuard, OnNonfinite, scale_fault
 from offramp.train.objective import ObjectiveConfig, RunObjective
 from offramp.train.optim import OptimizerConfig, make_optimizer
 from offramp.train.pipeline.registration import register_strategy
@@ -46,6 +49,9 @@ from offramp.train.random_state import RandomStates
 from offramp.train.training_record import RECORD, make_record, plain
 
 register_strategy()
+
+_GUARD = "nonfinite"
+"""Key of its state in a checkpoint."""
 
 
 class MultiExitModule(pl.LightningModule):
@@ -72,6 +78,11 @@ class MultiExitModule(pl.LightningModule):
         optimizer: learning rates, weight decay and schedule.
         on_nonfinite: when the loss or the gradient is infinite or no number, `stop` the run or `skip` the step; see
             `offramp.train.nonfinite`.
+        peak_tflops: of each device, in 10^12 operations per second, for `train/mfu`; None is what is known of some
+            GPUs (`offramp.train.device_peaks`), and without it there is no such metric.
+
+    Attributes:
+        losses_of_step: losses of the last step by name, such as `loss_exit_06`, over all ranks.
     """
 
     def __init__(
@@ -89,6 +100,7 @@ class MultiExitModule(pl.LightningModule):
         seed: int = 0,
         optimizer: OptimizerConfig | None = None,
         on_nonfinite: OnNonfinite = "stop",
+        peak_tflops: float | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -101,13 +113,17 @@ class MultiExitModule(pl.LightningModule):
         self.lora = lora
         self.from_scratch, self.compile_layers, self.seed = from_scratch, compile_layers, seed
         self.optimizer_config = optimizer or OptimizerConfig()
+        if peak_tflops is not None and not peak_tflops > 0.0:
+            raise OfframpError(f"model.peak_tflops is {peak_tflops}; it must be above 0, or left out.")
+        self.peak_tflops = peak_tflops
         self._guard = NonfiniteGuard(on_nonfinite)
-        self._losses_of_step: dict[str, float] = {}
+        self.losses_of_step: dict[str, float] = {}
         # Exactly one of these two is there after `configure_model`.
         self.model: MultiExitTransformer | None = None
         self.stages: nn.Module | None = None
         self._source: Checkpoint | None = None
         self._run_objective: RunObjective | None = None
+        self._flops: ModelFlops | None = None
         self._evaluated: ExitSums | None = None
         self._last_step_at: float | None = None
 
@@ -130,6 +146,7 @@ class MultiExitModule(pl.LightningModule):
         freeze_parameters(model, [*self.freeze_patterns, *backbone, *untrained(model, widest)])
         if self.lora is not None:
             add_lora(model, self.lora, widest.deepest, self.seed)
+        self._flops = ModelFlops.of(model)
         if self.compile_layers:
             compiler = os.environ.get("CXX", "g++")
             if self.trainer.strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
@@ -220,7 +237,8 @@ class MultiExitModule(pl.LightningModule):
         sums = ExitSums(objective.layers, self.device)
         loss = torch.stack(list(self._losses(objective, micro, counts, sums, objective.trained_layers))).sum()
         sums.compare(sums.predictions.of(objective.final_layer))
-        self.log_training(sums, micro.tokens.input_ids.numel())
+        rows, length = micro.tokens.input_ids.shape
+        self.log_training(sums, rows * length, length)
         return loss * self.trainer.world_size
 
     @override
@@ -230,21 +248,27 @@ class MultiExitModule(pl.LightningModule):
         norm = torch.nn.utils.get_total_norm(gradients)
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # leaves out steps that overflow by itself
-        if not self.watch_step(float(norm), scaled=scaler is not None):
+        if self.watch_step(norm := float(norm), scaled=scaler is not None):
+            if scaler is not None and not math.isfinite(norm) and scaler.get_scale() <= LOWEST_SCALE:
+                raise scale_fault(scaler.get_scale())
+        else:
             for _, parameter in self.trained_parameters():
                 parameter.grad = None  # an optimizer passes over parameters without a gradient
 
     @override
     def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the sums of this evaluation."""
-        micro, objective = self.prepare(batch, training=False), self.run_objective.evaluated
+        self.add_evaluated(self._evaluate(self.prepare(batch, training=False)))
+
+    def _evaluate(self, micro: MicroBatch) -> ExitSums:
+        objective = self.run_objective.evaluated
         sums = ExitSums(objective.layers, self.device)
         assert self.model is not None
         reached = tuple(layer for layer in objective.layers if layer <= self.model.depth)
         for _ in self._losses(objective, micro, torch.ones(len(objective.layers)), sums, reached):
             pass
         sums.compare(sums.predictions.of(objective.final_layer))
-        self.add_evaluated(sums)
+        return sums
 
     @override
     def test_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -281,35 +305,58 @@ class MultiExitModule(pl.LightningModule):
         """Sum over all processes."""
         return cast("Tensor", self.trainer.strategy.reduce(values, reduce_op="sum"))
 
-    def log_training(self, sums: ExitSums, positions: int, grad_norm: float | None = None) -> None:
+    def log_training(self, sums: ExitSums, positions: int, length: int, grad_norm: float | None = None) -> None:
         """Log a step under stable names, with equal values on all ranks.
 
         Args:
             sums: of the tokens and exits that are this rank's alone.
             positions: input tokens that are this rank's alone, prompts and padding included.
+            length: T, positions of a row.
             grad_norm: before clipping.
         """
         now, before = time.perf_counter(), self._last_step_at
         elapsed = 0.0 if before is None else now - before
         self._last_step_at = now
-        packed = torch.cat((sums.values.flatten(), sums.values.new_tensor([positions, elapsed])))
-        *_, positions, seconds = self.sum_over_ranks(packed).tolist()
-        sums = ExitSums(sums.layers, packed.device, packed[:-2].view_as(sums.values))
+        ranks, device = self.trainer.world_size, self.trainer.strategy.root_device
+        memory = [0.0] * ranks
+        memory[self.trainer.global_rank] = float(peak_memory_bytes(device))
+        own = sums.values.new_tensor([*memory, positions, elapsed])
+        packed = self.sum_over_ranks(torch.cat((sums.values.flatten(), own)))  # one message for all of it
+        *memory, positions, seconds = packed[-len(own) :].tolist()
+        sums = ExitSums(sums.layers, packed.device, packed[: -len(own)].view_as(sums.values))
         objective = self.objective
         metrics = {f"train/{name}": value for name, value in sums.report(objective).items()}
         metrics |= {f"train/weight_exit_{layer:02d}": weight for layer, weight in objective.weights.items()}
         metrics["train/lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
         if grad_norm is not None:
             metrics["train/grad_norm"] = grad_norm
+        metrics |= {f"train/memory_gib_rank_{rank:02d}": size / 2**30 for rank, size in enumerate(memory)}
         if before is not None:  # nothing is known about the first step after a pause
-            metrics["train/tokens_per_second"] = positions * self.trainer.world_size / seconds
-        self._losses_of_step = {
+            metrics |= self._speed(sums, positions, length, seconds / ranks)
+        self.losses_of_step = {
             name.removeprefix("train/"): value for name, value in metrics.items() if name.startswith("train/loss")
         }
         self._forget_exits_without(metrics)
         loss = metrics.pop("train/loss")
         self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+
+    def _speed(self, sums: ExitSums, positions: float, length: int, seconds: float) -> dict[str, float]:
+        """Metrics of a step that took so long, by everyone's sums and positions."""
+        assert self._flops is not None
+        trained = dict(zip(sums.layers, sums.values[4].tolist(), strict=True))
+        speed = self._flops.of_step(positions, length, max(self.objective.trained_layers), trained) / seconds
+        metrics = {
+            "train/step_seconds": seconds,
+            "train/tokens_per_second": positions / seconds,
+            "train/model_tflops_per_second": speed / 1e12,
+        }
+        peak = peak_flops(self.trainer.strategy.root_device, str(self.trainer.precision))
+        if self.peak_tflops is not None:
+            peak = 1e12 * self.peak_tflops
+        if peak is not None:
+            metrics["train/mfu"] = speed / (peak * self.trainer.world_size)
+        return metrics
 
     def watch_step(self, grad_norm: float, *, scaled: bool) -> bool:
         """Whether the step that was logged last has finite losses and gradients; see `NonfiniteGuard.watch`.
@@ -319,9 +366,9 @@ class MultiExitModule(pl.LightningModule):
             scaled: losses were multiplied by a scale for fp16, whose search for the highest that does not overflow
                 explains gradients that are not finite. It explains no such loss.
         """
-        if scaled and not math.isfinite(grad_norm) and all(map(math.isfinite, self._losses_of_step.values())):
+        if scaled and not math.isfinite(grad_norm) and all(map(math.isfinite, self.losses_of_step.values())):
             return True
-        counts = self._guard.watch(self.global_step, self._losses_of_step, grad_norm, self._samples_of_step)
+        counts = self._guard.watch(self.global_step, self.losses_of_step, grad_norm, self._samples_of_step)
         if self._guard.skipped:
             self.log("train/skipped_steps", float(self._guard.skipped), on_step=True, on_epoch=False, batch_size=1)
         return counts
@@ -337,10 +384,33 @@ class MultiExitModule(pl.LightningModule):
             if key.removeprefix("training_step.") not in metrics:
                 del results[key]
 
+    @torch.no_grad()
+    def most_probable(self, batch: TokenBatch) -> Tensor:
+        """[X, B] what each exit says at the labelled position of each row, -1 where an exit is not run.
+
+        For use in evaluation. All ranks take part: they give the same rows, and get the same answer.
+
+        Args:
+            batch: with one label in each row; which one it is does not matter.
+        """
+        micro = self.prepare(TokenBatch(*(tensor.to(self.device) for tensor in batch)), training=False)
+        evaluate = getattr(self.trainer.strategy, "evaluate", None)
+        if evaluate is not None:
+            sums = evaluate(micro)
+        else:
+            with self.trainer.precision_plugin.forward_context():
+                sums = self._evaluate(micro)
+        found = torch.full((len(sums.layers), *batch.input_ids.shape), NOT_ASKED, device=self.device)
+        for place, layer in enumerate(sums.layers):
+            said = sums.predictions.of(layer)
+            if said is not None:
+                found[place] = said.view(batch.input_ids.shape)
+        return cast("Tensor", self.trainer.strategy.reduce(found.amax(dim=2), reduce_op="max"))
+
     def add_evaluated(self, sums: ExitSums) -> None:
         """Add sums of tokens and exits that are this rank's alone to those of the running evaluation."""
         if self._evaluated is None:
-            self._evaluated = sums
+            self._evaluated = ExitSums(sums.layers, self.device, sums.values)  # and not what the exits said
         else:
             self._evaluated.values += sums.values
 
@@ -395,8 +465,15 @@ class MultiExitModule(pl.LightningModule):
         checkpoint[RECORD] = make_record(self.source, self.exported_policy, provenance, settings, depth)
         if self.lora is not None:
             checkpoint[RECORD]["lora_scale"] = self.lora.scale
+        checkpoint[_GUARD] = self._guard.state_dict()
         if "hyper_parameters" in checkpoint:
             checkpoint["hyper_parameters"] = plain(checkpoint["hyper_parameters"])
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on counting the steps that were skipped."""
+        if _GUARD in checkpoint:
+            self._guard.load_state_dict(checkpoint[_GUARD])
 
     def _configs(self) -> tuple[ModelConfig, ExitConfig]:
         directory = Path(self.checkpoint)

@@ -18,7 +18,17 @@ OnNonfinite = Literal["stop", "skip"]
 
 MOST_IN_A_ROW = 20
 """Steps in a row that are skipped; more of them say that weights, and not samples, are at fault."""
+LOWEST_SCALE = 1.0
+"""Of losses under fp16; gradients that overflow without any scale will overflow with a smaller one."""
 _LOSS = "loss_exit_"
+
+
+def scale_fault(scale: float) -> OfframpError:
+    """What ends a run whose loss scale cannot fall any further."""
+    return OfframpError(
+        f"gradients are not finite at a loss scale of {scale:g}, the lowest; lower the learning rate, or train with "
+        "precision bf16-mixed."
+    )
 
 
 class NonfiniteGuard:
@@ -34,6 +44,14 @@ class NonfiniteGuard:
         self.reaction = reaction
         self.skipped = 0
         self._in_a_row = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """For a checkpoint."""
+        return {"skipped": self.skipped, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """From a checkpoint."""
+        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
 
     def watch(
         self, step: int, losses: Mapping[str, float], grad_norm: float, samples: Callable[[], Sequence[int] | None]

@@ -330,6 +330,7 @@ class ExitPrimingModule(MultiExitModule):
         for layer, loss, agreement in zip(self.source.exits.layers, divergences, agreements, strict=True):
             metrics[f"train/loss_exit_{layer:02d}"] = loss
             metrics[f"train/agreement_exit_{layer:02d}"] = agreement
+            self.losses_of_step[f"loss_exit_{layer:02d}"] = loss
         self.log("train/loss", sum(divergences), on_step=True, on_epoch=False, prog_bar=True, batch_size=tokens)
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=tokens)
 
@@ -363,6 +364,11 @@ class PrimingDataModule(pl.LightningDataModule):
         """As `data` does."""
         self.data.trainer = self.trainer
         self.data.setup(stage)
+
+    @property
+    def tokenizer(self) -> Any:
+        """That of `data`, None if it has none."""
+        return getattr(self.data, "tokenizer", None)
 
     def describe(self) -> dict[str, Any] | None:
         """What `data` says of itself."""

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offramp.common.errors import OfframpError
+from offramp.train.nonfinite import LOWEST_SCALE, scale_fault
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
 
 # isort: split
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-INITIAL, SMALLEST, PATIENCE = 2.0**16, 1.0, 1000
-"""The scale at first, the lowest it may fall to, and steps without overflow after which it is doubled."""
+INITIAL, PATIENCE = 2.0**16, 1000
+"""The scale at first, and steps without overflow after which it is doubled."""
 
 
 class LossScale:
@@ -32,13 +32,17 @@ class LossScale:
     Args:
         initial: a power of two.
         patience: see `PATIENCE`.
+
+    Attributes:
+        overflows: steps that were left out, those before a resume included.
     """
 
     def __init__(self, initial: float = INITIAL, patience: int = PATIENCE) -> None:
+        self.overflows = 0
         self._scaler = DynamicLossScaler(
             init_scale=initial,
             scale_window=patience,
-            min_scale=SMALLEST,
+            min_scale=LOWEST_SCALE,
             delayed_shift=1,
             consecutive_hysteresis=False,
             raise_error_at_min_scale=False,
@@ -65,18 +69,21 @@ class LossScale:
             torch._amp_foreach_non_finite_check_and_unscale_(own, found, inverse)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         finite = not bool(found)
-        if not finite and self.value <= SMALLEST:
-            raise OfframpError(
-                f"gradients are not finite at a loss scale of {self.value:g}, the lowest; lower the learning rate, or "
-                "train with precision bf16-mixed."
-            )
+        if not finite and self.value <= LOWEST_SCALE:
+            raise scale_fault(self.value)
+        self.overflows += not finite
         self._scaler.update_scale(not finite)
         return finite
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
         scaler = self._scaler
-        return {"scale": scaler.cur_scale, "step": scaler.cur_iter, "last_overflow": scaler.last_overflow_iter}
+        return {
+            "scale": scaler.cur_scale,
+            "step": scaler.cur_iter,
+            "last_overflow": scaler.last_overflow_iter,
+            "overflows": self.overflows,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From a checkpoint."""
@@ -84,3 +91,4 @@ class LossScale:
         scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = (
             state[key] for key in ("scale", "step", "last_overflow")
         )
+        self.overflows = state.get("overflows", 0)

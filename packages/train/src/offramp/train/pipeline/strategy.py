@@ -34,7 +34,7 @@ from typing_extensions import override
 from offramp.common.errors import OfframpError
 from offramp.common.hf import read_json
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.train.losses import Objective
+from offramp.train.losses import ExitSums, MicroBatch, Objective
 from offramp.train.module import MultiExitModule
 from offramp.train.pipeline import checkpoints
 from offramp.train.pipeline.costs import MicroBatchShape
@@ -330,12 +330,12 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             sums = engine.train_batch(queue, counts, self.schedule)
             rows = {f"train/rows_stage_{s:02d}": float(count) for s, count in enumerate(engine.backward_rows)}
             module.log_dict(rows, on_step=True, on_epoch=False, batch_size=1)
-        if scale is not None:
-            own = {"train/loss_scale": scale, "train/overflows": float(engine.skipped_steps)}
+        if scale is not None and engine.fp16_scale is not None:
+            own = {"train/loss_scale": scale, "train/overflows": float(engine.fp16_scale.overflows)}
             module.log_dict(own, on_step=True, on_epoch=False, batch_size=1)
         first = engine.is_first_stage() and engine.module.tensor_rank == 0
-        positions = micro.tokens.input_ids.numel() if first else 0
-        module.log_training(sums, positions, engine.grad_norm)
+        rows, length = micro.tokens.input_ids.shape
+        module.log_training(sums, rows * length if first else 0, length, engine.grad_norm)
         # The engine has left the step out already, if there was reason to.
         module.watch_step(engine.grad_norm, scaled=engine.overflowed)
         return torch.zeros((), device=self.root_device)
@@ -353,9 +353,12 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     @override
     def validation_step(self, batch: Any, *args: Any) -> None:
         """Forward of a batch of any shape."""
-        micro = self.module.prepare(batch, training=False)
+        self.module.add_evaluated(self.evaluate(self.module.prepare(batch, training=False)))
+
+    def evaluate(self, micro: MicroBatch) -> ExitSums:
+        """Sums over a batch of the exits on this stage, without gradients."""
         self.engine.objective = self.module.run_objective.evaluated
-        self.module.add_evaluated(self.engine.eval_batch(micro.split(self.micro_batches)))
+        return self.engine.eval_batch(micro.split(self.micro_batches))
 
     @override
     def test_step(self, batch: Any, *args: Any) -> None:

@@ -8,7 +8,7 @@ resumed run knows which steps were logged. One JSON value a line:
     {"metrics": {name: value}, "step": n, "time": ms}
     {"params": {name: text}}
     {"text": ..., "artifact": name}
-    {"file": path, "folder": folder of the artifact}
+    {"file": path}                                   from the run directory, if it is in there; sent as it is by then
     {"status": "RUNNING", "time": ms}
 
 Beside it, `.state.json` says which run of which store this became, and how many bytes of the journal it was told.
@@ -97,6 +97,11 @@ class Journal:
     def name(self) -> str:
         """Unlike that of any other."""
         return self.path.stem
+
+    @property
+    def run_directory(self) -> Path:
+        """That it belongs to."""
+        return self.path.parent.parent
 
     @property
     def size(self) -> int:

@@ -183,6 +183,17 @@ class OfframpMLFlowLogger(Logger):
         """Logs a text as an artifact."""
         self._write(lambda journal: journal.append({"text": text, "artifact": artifact}))
 
+    @rank_zero_only
+    def log_file(self, path: Path) -> None:
+        """Logs a file as an artifact under its name; if it changes before the store has it, only as it is then."""
+
+        def write(journal: Journal) -> None:
+            place, directory = path.resolve(), journal.run_directory.resolve()
+            inside = place.is_relative_to(directory)  # so that a run directory can be moved before it is sent
+            journal.append({"file": str(place.relative_to(directory) if inside else place)})
+
+        self._write(write)
+
     @override
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
@@ -204,11 +215,11 @@ class OfframpMLFlowLogger(Logger):
         if not self._sender.close(END_WAIT_S):
             rank_zero_warn(
                 f"the MLflow store at {mask(self.tracking_uri)} was not told everything; the rest waits in "
-                f"{journal.path}, send it with: offramp sync {journal.path.parent.parent}"
+                f"{journal.path}, send it with: offramp sync {journal.run_directory}"
             )
         journal.close()
         # Whatever is logged later, for example by a validation after the fit, opens it again.
-        self._directory, self._continued, self._run_id = journal.path.parent.parent, journal.path.name, journal.run_id
+        self._directory, self._continued, self._run_id = journal.run_directory, journal.path.name, journal.run_id
         self._journal = self._sender = None
 
     # ---- the journal

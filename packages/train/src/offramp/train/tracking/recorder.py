@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from offramp.train.recipe import plain_yaml
+from offramp.train.tracking.artifacts import record_text
 from offramp.train.tracking.environment import describe_environment
 from offramp.train.tracking.logger import OfframpMLFlowLogger
 from offramp.train.tracking.secrets import mask
@@ -45,22 +46,15 @@ class RunRecorder(pl.Callback):
                 logger.log_hyperparams(self.config)
                 logger.log_text(text, name)
             if word == "fit":
-                self._record(trainer, ENVIRONMENT_FILE, json.dumps(describe_environment(), indent=2) + "\n")
+                record_text(trainer, ENVIRONMENT_FILE, json.dumps(describe_environment(), indent=2) + "\n")
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the stage plan of a pipeline, which is known by now."""
         report = getattr(trainer.strategy, "stage_report", None)
         if trainer.is_global_zero and report is not None:
-            self._record(trainer, f"{STAGE_PLAN}.txt", report.text + "\n")
-            self._record(trainer, f"{STAGE_PLAN}.json", json.dumps(report.stages, indent=2) + "\n")
-
-    @staticmethod
-    def _record(trainer: pl.Trainer, name: str, text: str) -> None:
-        (Path(trainer.default_root_dir) / name).write_text(text, encoding="utf-8")
-        for logger in trainer.loggers:
-            if isinstance(logger, OfframpMLFlowLogger):
-                logger.log_text(text, name)
+            record_text(trainer, f"{STAGE_PLAN}.txt", report.text + "\n")
+            record_text(trainer, f"{STAGE_PLAN}.json", json.dumps(report.stages, indent=2) + "\n")
 
 
 class Termination(pl.Callback):

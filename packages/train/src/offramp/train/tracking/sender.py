@@ -199,6 +199,8 @@ class Sender(threading.Thread):
             self._tell_parameters(client, run_id, content["params"])
         elif "text" in content:
             client.log_text(run_id, content["text"], content["artifact"])
+        elif "file" in content:
+            client.log_artifact(run_id, str(self.journal.run_directory / content["file"]))
         elif content.get("status") == "RUNNING":
             client.update_run(run_id, status="RUNNING")
         elif "status" in content:
