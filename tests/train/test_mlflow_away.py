@@ -92,6 +92,8 @@ def test_a_server_that_dies_and_returns_is_told_everything_in_order(
         while not complaints(caught):
             assert time.monotonic() < deadline
             assert not logger.wait(0.1)
+        (tmp_path / "a.png").write_bytes(b"a picture")
+        logger.log_file(tmp_path / "a.png")
         log(logger, range(8, 2000))
         server.start()
         assert logger.wait(90)
@@ -102,6 +104,7 @@ def test_a_server_that_dies_and_returns_is_told_everything_in_order(
     client = MlflowClient(server.uri)
     assert client.get_run(str(logger.run_id)).info.status == "FINISHED"
     assert [item.path for item in client.list_artifacts(str(logger.run_id), "notes")] == ["notes/a.txt"]
+    assert Path(client.download_artifacts(str(logger.run_id), "a.png")).read_bytes() == b"a picture"
 
 
 @pytest.mark.slow

@@ -86,7 +86,8 @@ class ExitSamples(pl.Callback):
         """Look for prompts, and at how much a validation is."""
         if self._plan is None and isinstance(batch, TokenBatch):
             self._positions += batch.input_ids.numel()
-            self._found += prompts_of(batch, self.count - len(self._found), self.tokens)
+            if len(self._found) < self.count:
+                self._found += prompts_of(batch, self.count - len(self._found), self.tokens)
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
