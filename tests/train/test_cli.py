@@ -273,7 +273,7 @@ def test_the_default_model_is_built_and_trained(here: Path) -> None:
     check_pictures_and_samples(logged.info.run_id, steps=[1, 3, 5])
     kept = torch.load("runs/recipe/checkpoints/sstep=6.ckpt", weights_only=True)["callbacks"]["LossCurves"]
     assert [step for step, _ in kept["train"]["02"]["points"]] == [0, 1, 2, 3, 4, 5]
-    assert [step for step, _ in kept["validation"]["04"]["points"]] == [1, 3, 5]
+    assert [step for step, _ in kept["validation"]["04"]["points"]] == [1, 3], "saved before the last validation"
     with pytest.raises(OfframpError, match=r"did you mean 'warmup_steps'"):
         run("fit", argv(model__optimizer__warmup_step="2"))
     for file in Path("cache").iterdir():
