@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,7 @@ def test_a_table_is_csv_of_texts_up_to_their_end() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    for settings in ({"count": 0}, {"tokens": -1}, {"prompts": []}):
+    faults: list[dict[str, Any]] = [{"count": 0}, {"tokens": -1}, {"prompts": []}]
+    for settings in faults:
         with pytest.raises(OfframpError, match="count must be at least 1, and tokens: 0 switches it off"):
             ExitSamples(**settings)
