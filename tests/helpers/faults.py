@@ -1,6 +1,12 @@
-"""A callback that meets a user's fault on some ranks."""
+"""Callbacks that make trouble on some ranks."""
 
 from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -8,7 +14,7 @@ from offramp.common.errors import OfframpError
 
 
 class Fault(pl.Callback):
-    """Raises at the start of training, on one rank, or on all of them if `rank` is negative."""
+    """Raises a user's fault at the start of training, on one rank, or on all of them if `rank` is negative."""
 
     def __init__(self, rank: int = -1) -> None:
         self.rank = rank
@@ -16,3 +22,17 @@ class Fault(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.rank in (-1, trainer.global_rank):
             raise OfframpError("the moon is full; wait.")
+
+
+class Death(pl.Callback):
+    """Kills its process before a step, on one rank, and notes the time."""
+
+    def __init__(self, rank: int, step: int, note: str) -> None:
+        self.rank, self.step, self.note = rank, step, note
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            Path(self.note).write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)

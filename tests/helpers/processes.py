@@ -16,6 +16,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from helpers.nodes import enter_network
+
 PRELOADED = [
     "accelerate",
     "datasets",
@@ -92,23 +94,46 @@ def run_processes(function: Callable[..., Any], world_size: int, *args: Any, tim
 
 def start_command(arguments: list[str], log: Path, ranks: int = 1) -> Sequence[BaseProcess]:
     """Start `offramp` here, as a launcher would start its ranks; what they print is added to `log`."""
-    port = free_port()
-    processes = [
-        forkserver().Process(target=_command, args=(arguments, str(log.resolve()), os.getcwd(), rank, ranks, port))
+    port = str(free_port())
+    told = [{}] if ranks == 1 else [
+        {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    return processes
+    ]  # fmt: skip
+    return [start_rank(arguments, log, variables) for variables in told]
 
 
-def _command(arguments: list[str], log: str, directory: str, rank: int, ranks: int, port: int) -> None:
+def start_rank(
+    arguments: list[str],
+    log: Path,
+    variables: dict[str, str],
+    directory: str | Path = ".",
+    network: str | None = None,
+) -> BaseProcess:
+    """Start `offramp` once.
+
+    Args:
+        arguments: of the command.
+        log: what it prints is added to it.
+        variables: of the environment, beside those of this process.
+        directory: where it runs.
+        network: that it sees, see `helpers.nodes`.
+    """
+    where = str(Path(directory).resolve())
+    process = forkserver().Process(target=_command, args=(arguments, str(log.resolve()), where, variables, network))
+    process.start()
+    return process
+
+
+def _command(
+    arguments: list[str], log: str, directory: str, variables: dict[str, str], network: str | None = None
+) -> None:
     os.chdir(directory)
     with open(log, "ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    if ranks > 1:
-        os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(variables)
+    if network is not None:
+        enter_network(network)
     import torch
 
     from offramp.common import cli

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 import warnings
 import zipfile
@@ -20,6 +21,7 @@ import torch.distributed
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -27,10 +29,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from offramp.common.errors import OfframpError
 from offramp.train.checkpoint_io import WholeFileIO
+from offramp.train.launch import check_launch, cluster_environment, find_launch, with_launch
+from offramp.train.lost_process import lost_process
 from offramp.train.one_voice import one_voice, this_rank
 from offramp.train.pipeline.registration import register_strategy
 from offramp.train.recipe import PLAN, RecipeArguments, import_object, load_recipe, parse_command_line
 from offramp.train.recipe_errors import explained
+from offramp.train.shared_directory import SharedDirectory
 from offramp.train.tracking.exit_samples import ExitSamples
 from offramp.train.tracking.logger import OfframpMLFlowLogger
 from offramp.train.tracking.loss_curves import LossCurves
@@ -132,6 +137,8 @@ def run(stage: Stage, argv: Sequence[str]) -> int:
                 ) from fault
             if isinstance(fault, MisconfigurationException):
                 raise OfframpError(f"the configuration is refused: {' '.join(str(fault).split())}") from fault
+            if (lost := lost_process(fault, this_rank())) is not None:
+                raise lost from fault
             raise
         if torch.distributed.is_initialized():
             # Left to the interpreter's end, gloo's threads are now and then joined in an order that never returns.
@@ -206,13 +213,15 @@ class RecipeCLI(LightningCLI):
 
     Args:
         recipe: plain containers, as `load_recipe` returns them, with every default filled in.
+        environment: of the processes; None lets Lightning look for it.
     """
 
     datamodule: pl.LightningDataModule
     model: pl.LightningModule
     trainer: pl.Trainer
 
-    def __init__(self, recipe: dict[str, Any]) -> None:
+    def __init__(self, recipe: dict[str, Any], environment: ClusterEnvironment | None = None) -> None:
+        self._environment = environment
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             super().__init__(
@@ -234,6 +243,14 @@ class RecipeCLI(LightningCLI):
         """Adds what the commands take beside trainer, model and data."""
         parser.add_argument("--ckpt_path", type=str | None, default=None, help="Training checkpoint to start from.")
 
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Builds the trainer, with the environment of the processes among its plugins."""
+        if self._environment is not None:
+            given = self._get(self.config_init, "trainer.plugins") or []
+            plugins = given if isinstance(given, list) else [given]
+            kwargs["plugins"] = [*plugins, self._environment]
+        return super().instantiate_trainer(**kwargs)
+
     def resolved(self) -> dict[str, Any]:
         """The configuration with all defaults, as plain containers; a recipe that repeats this run."""
         return cast("dict[str, Any]", yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
@@ -246,16 +263,19 @@ def build(arguments: RecipeArguments) -> RecipeCLI:
         OfframpError: the recipe is at fault; the sentence names the key.
     """
     recipe, _ = _load(arguments.files, arguments.overrides)
+    launch = find_launch(os.environ)
+    recipe["trainer"] = with_launch(recipe["trainer"], launch)
     with explained(recipe):
-        cli = RecipeCLI(recipe)
+        cli = RecipeCLI(recipe, cluster_environment(launch, os.environ))
     trainer = cli.trainer
+    check_launch(trainer, launch)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # and not one that the recipe names
         trainer.strategy.checkpoint_io = WholeFileIO()
     for callback in cast("list[pl.Callback]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             # Lightning's choice depends on the logger's run id, so that a resumed run could not find its checkpoints.
             callback.dirpath = str(Path(trainer.default_root_dir) / CHECKPOINTS)
-    own: list[pl.Callback] = [RunRecorder(cli.resolved()), LossCurves()]
+    own: list[pl.Callback] = [SharedDirectory(), RunRecorder(cli.resolved()), LossCurves()]
     if not any(isinstance(callback, ExitSamples) for callback in trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
         own.append(ExitSamples())
     trainer.callbacks[:0] = own  # pyright: ignore[reportAttributeAccessIssue]

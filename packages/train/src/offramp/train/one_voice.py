@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import torch.distributed
 from lightning.pytorch.utilities import rank_zero_only
 
 from offramp.common.errors import OfframpError
+from offramp.train.lost_process import LostProcess
 
 PATIENCE_S = 5.0
 """How long a rank waits for word from rank 0 that it has met a fault too."""
@@ -24,7 +26,7 @@ def one_voice() -> Iterator[None]:
     except OfframpError as fault:
         if this_rank() == 0:
             _say_so()
-        elif _rank_zero_said_so():
+        elif _rank_zero_said_so(gone=not isinstance(fault, LostProcess)):
             raise SystemExit(1) from fault
         raise
 
@@ -39,8 +41,21 @@ def _say_so() -> None:
         torch.distributed.distributed_c10d._get_default_store().set(_KEY, "said")
 
 
-def _rank_zero_said_so() -> bool:
-    """Whether rank 0 has met a fault. Before ranks know each other, a launcher ends the others when one fails."""
+def _rank_zero_said_so(*, gone: bool) -> bool:
+    """Whether rank 0 has met a fault. Before ranks know each other, a launcher ends the others when one fails.
+
+    Args:
+        gone: what it means that rank 0 is no longer there. It is no word where that is the fault itself.
+    """
+    answers: list[bool] = []
+    # The store of a node that has vanished says neither yes nor no, for as long as TCP hopes.
+    asking = threading.Thread(target=lambda: answers.append(_ask(gone)), daemon=True)
+    asking.start()
+    asking.join(PATIENCE_S + 2.0)
+    return any(answers)
+
+
+def _ask(gone: bool) -> bool:
     store = torch.distributed.distributed_c10d._get_default_store() if torch.distributed.is_initialized() else None
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
@@ -50,6 +65,6 @@ def _rank_zero_said_so() -> bool:
                 time.sleep(1.0)
                 return True
         except RuntimeError:  # the store went with rank 0
-            return True
+            return gone
         time.sleep(0.1)
     return False

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from offramp.common.errors import OfframpError
+from offramp.train.lost_process import LostProcess, ended, timed_out
 from offramp.train.pipeline.schedule import Kind, Operation, Schedule
 
 MESSAGES: dict[Kind, str] = {"forward": "states", "backward": "gradient"}
@@ -39,19 +39,18 @@ def watched(who: str, what: str, peer: str, limit: timedelta) -> Iterator[None]:
         limit: how long it would.
 
     Raises:
-        OfframpError: see above.
+        LostProcess: see above.
     """
     try:
         yield
-    except RuntimeError as error:  # torch has no types for these
-        said = str(error).lower()
-        if any(word in said for word in ("timed out", "timeout")):
-            raise OfframpError(
+    except RuntimeError as error:
+        if timed_out(error):
+            raise LostProcess(
                 f"{who} waited {limit.total_seconds() / 60:g} minutes (timeout_minutes) for {what} and {peer} did not "
                 "answer; see what that process is doing, or give it more time."
             ) from error
-        if any(word in said for word in ("connection closed", "connection reset", "broken pipe")):
-            raise OfframpError(
+        if ended(error):
+            raise LostProcess(
                 f"{who} was waiting for {what} when {peer} ended; the message of that process says why."
             ) from error
         raise

@@ -42,12 +42,13 @@ from offramp.train.pipeline.engine import EarlyExitPipelineEngine, make_engine
 from offramp.train.pipeline.estimate import Estimator
 from offramp.train.pipeline.filling import FillSettings, arrange
 from offramp.train.pipeline.loss_scale import LossScale
+from offramp.train.pipeline.placement import Placement
 from offramp.train.pipeline.quiet_deepspeed import use_device
 from offramp.train.pipeline.registration import NAME, register_strategy
 from offramp.train.pipeline.report import StageReport, stage_records, stage_table
 from offramp.train.pipeline.schedule import Schedule
 from offramp.train.pipeline.stage_module import StageModule
-from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages, replicas
+from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages
 from offramp.train.pipeline.tensor_parallel import check_tensor_parallel
 from offramp.train.pipeline.times import estimated, matrix_speed
 from offramp.train.stage_files import STAGES
@@ -145,17 +146,19 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
     @property
     def data_parallel_size(self) -> int:
         """Replicas of the pipeline."""
-        return replicas(self.world_size, self.pipe, self.tensor)
+        return self.placement.replicas
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank is what, on which node."""
+        return Placement.of(self.pipe, self.tensor, self.num_nodes, self.num_processes)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Data-parallel replicas and this rank's number among them.
-
-        Part t of stage s of replica d is rank (s * replicas + d) * tensor + t.
-        """
-        replica = self.global_rank // self.tensor % self.data_parallel_size
-        return {"num_replicas": self.data_parallel_size, "rank": replica}
+        """Data-parallel replicas and this rank's number among them."""
+        placement = self.placement
+        return {"num_replicas": placement.replicas, "rank": placement.replica_of(self.global_rank)}
 
     @override
     def setup_environment(self) -> None:
@@ -165,8 +168,14 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             raise OfframpError(
                 f"trainer.precision {precision!r} is not supported by {NAME}; choose one of {', '.join(PRECISIONS)}."
             )
-        processes = self.num_nodes * self.num_processes
-        replicas(processes, self.pipe, self.tensor)
+        placement = self.placement  # refuses ranks that would be left over, before any waits for another
+        if self.num_nodes > 1:
+            rank_zero_info(f"{self.num_nodes} nodes of {self.num_processes} processes: {placement.describe()}")
+            if placement.splits_tensor_groups:
+                rank_zero_warn(
+                    f"ranks that share a stage lie on different nodes, and exchange states twice in every layer; let "
+                    f"the processes of a node ({self.num_processes}) be a multiple of tensor ({self.tensor})"
+                )
         super(DeepSpeedStrategy, self).setup_environment()
 
     @override
