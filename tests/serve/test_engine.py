@@ -132,7 +132,7 @@ def test_an_error_in_an_iteration_fails_its_requests_with_the_cause_and_no_other
 
 
 def test_errors_while_kept_tokens_are_filled_in_leave_no_stored_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    put, take, forget = StoredStates.put, StoredStates.take, StoredStates.forget
+    put, forget = StoredStates.put, StoredStates.forget
     stored: list[int] = []
     num_faults = 0
 
@@ -141,12 +141,7 @@ def test_errors_while_kept_tokens_are_filled_in_leave_no_stored_state(monkeypatc
         stored.extend(slots)
         return slots
 
-    def taking(self: StoredStates, slots: Sequence[int]) -> Tensor:
-        for slot in slots:
-            stored.remove(slot)
-        return take(self, slots)
-
-    def forgetting(self: StoredStates, slots: Sequence[int]) -> None:
+    def forgetting(self: StoredStates, slots: Sequence[int]) -> None:  # taking them back ends here too
         for slot in slots:
             stored.remove(slot)
         forget(self, slots)
@@ -157,7 +152,6 @@ def test_errors_while_kept_tokens_are_filled_in_leave_no_stored_state(monkeypatc
         raise RuntimeError("out of ink")
 
     monkeypatch.setattr(StoredStates, "put", putting)
-    monkeypatch.setattr(StoredStates, "take", taking)
     monkeypatch.setattr(StoredStates, "forget", forgetting)
     monkeypatch.setattr(PackedModel, "fill", failing)
     # Of those who share an iteration, some want to be filled in and others carried on.
