@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -104,6 +104,7 @@ def two_networks() -> Iterator[Callable[[], None]]:
 
     Processes enter one by `enter_network`.
     """
+    _delete_networks()  # left over by a run that was killed
     try:
         _ip("netns", "add", NETWORKS[0])
     except (OSError, subprocess.CalledProcessError) as fault:
@@ -120,7 +121,12 @@ def two_networks() -> Iterator[Callable[[], None]]:
             _ip("-n", network, "link", "set", "lo", "up")
         yield lambda: _ip("-n", NETWORKS[1], "link", "set", INTERFACE, "down")
     finally:
-        for network in NETWORKS:
+        _delete_networks()
+
+
+def _delete_networks() -> None:
+    for network in NETWORKS:
+        with suppress(OSError):  # no such command
             subprocess.run(["ip", "netns", "delete", network], capture_output=True, check=False)
 
 

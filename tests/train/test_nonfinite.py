@@ -21,6 +21,7 @@ from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.train.data.batch import TokenBatch
 from offramp.train.nonfinite import MOST_IN_A_ROW, NonfiniteGuard
+from offramp.train.pipeline.loss_scale import LossScale
 
 POISON = 299
 """A token whose embedding is no number."""
@@ -62,10 +63,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_checkpoint(folder / "poisoned", whole, assets=folder / "whole"))
 
 
-def reactions(checkpoint: str, folder: str, strategy: Any, devices: int) -> tuple[dict[tuple[int, str], float], str]:
+def reactions(
+    checkpoint: str, folder: str, strategy: Any, devices: int, freeze: list[str] | None = None
+) -> tuple[dict[tuple[int, str], float], str]:
     """What is logged when steps are skipped, and afterwards, and the fault when the run stops."""
-    settings: dict[str, Any] = {"strategy": strategy, "devices": devices, "data": Poisoned}
-    skipping: dict[str, Any] = {"module": {"on_nonfinite": "skip"}, **settings}
+    settings: dict[str, Any] = {
+        "strategy": strategy,
+        "devices": devices,
+        "data": Poisoned,
+        "module": {"freeze": freeze},
+    }
+    skipping: dict[str, Any] = {**settings, "module": {"freeze": freeze, "on_nonfinite": "skip"}}
     run = fit(checkpoint, f"{folder}/skip.ckpt", **skipping)
     again = fit(checkpoint, f"{folder}/on.ckpt", max_steps=7, resume=f"{folder}/skip-step=6.ckpt", **skipping)
     run["metrics"] |= {key: value for key, value in again["metrics"].items() if key[0] == 6}
@@ -139,6 +147,42 @@ def test_ranks_skip_or_stop_together(checkpoint: str, tmp_path: Path) -> None:
         for file in files:
             before = load_file(str(file).replace("skip.ckpt", "skip-step=3.ckpt"))
             torch.testing.assert_close(load_file(file), before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.slow
+def test_replicas_of_a_stage_with_nothing_to_train_do_too(checkpoint: str, tmp_path: Path) -> None:
+    # One replica of the last stage meets the poison; neither has a gradient of its own to add up.
+    strategy = {"pipe": 2, "micro_batches": 2, "zero_stage": 1, "stage_bounds": [3]}
+    for answer in run_processes(reactions, 4, checkpoint, str(tmp_path), strategy, 4, ["backbone"], timeout_s=400):
+        check(*answer)
+
+
+def test_a_loss_that_is_no_number_does_not_lower_the_scale(checkpoint: str, tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    run = fit(
+        checkpoint, str(tmp_path / "out.ckpt"), module={"on_nonfinite": "skip"}, data=Poisoned,
+        trainer={"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]},
+    )  # fmt: skip
+    assert run["metrics"][5, "train/skipped_steps"] == 3.0
+    assert scaler.get_scale() == 16.0
+    saved = torch.load(tmp_path / "out-step=6.ckpt", weights_only=True)
+    assert saved["MixedPrecision"]["scale"] == 16.0
+
+
+def test_nor_that_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 1)  # who does not say that the scale falls
+    scale, fine, bad, cpu = LossScale(2.0), torch.ones(2), torch.tensor([1.0, math.nan]), torch.device("cpu")
+    assert scale.unscale([gradient := torch.ones(2)], fine, cpu)
+    assert gradient.tolist() == [0.5, 0.5]
+    for gradients in (bad, fine):
+        assert not scale.unscale([gradients.clone()], bad, cpu)
+        assert (scale.value, scale.overflows) == (2.0, 0)
+    assert not scale.unscale([bad.clone()], fine, cpu)
+    assert (scale.value, scale.overflows) == (1.0, 1)
+    assert not scale.unscale([bad.clone()], bad, cpu), "the lowest scale is no fault either"
+    with pytest.raises(OfframpError, match="not finite at a loss scale of 1, the lowest"):
+        scale.unscale([bad.clone()], fine, cpu)
 
 
 def test_the_guard_names_step_exits_and_samples(recwarn: pytest.WarningsRecorder) -> None:

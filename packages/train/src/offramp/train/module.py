@@ -256,6 +256,15 @@ class MultiExitModule(pl.LightningModule):
                 parameter.grad = None  # an optimizer passes over parameters without a gradient
 
     @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """As the stock one, but a loss that is not finite does not lower the scale of losses, which is not to blame."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scale = None if scaler is None else float(scaler.get_scale())
+        super().optimizer_step(*args, **kwargs)
+        if scaler is not None and not all(map(math.isfinite, self.losses_of_step.values())):
+            scaler.update(scale)
+
+    @override
     def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the sums of this evaluation."""
         self.add_evaluated(self._evaluate(self.prepare(batch, training=False)))

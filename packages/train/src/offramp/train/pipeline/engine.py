@@ -75,7 +75,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         objective: of the next step or evaluation; set it before.
         autocast_dtype: None computes in the parameters' dtype.
         fp16_scale: on losses under fp16, or None (`loss_scale` is a method of the parent).
-        overflowed: whether the last step was skipped because the scale was too high.
+        overflowed: whether the last step was skipped because gradients of scaled losses were not finite.
         grad_norm: of the last step, before clipping; infinite if the step was skipped.
         backward_rows: [S] rows of the last step, on this replica, that gave each stage's parameters a gradient.
     """
@@ -288,7 +288,8 @@ class EarlyExitPipelineEngine(PipelineEngine):
         if self.fp16_scale is None:
             return True
         gradients = (parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)
-        if self.fp16_scale.unscale(gradients, self.device):
+        assert self._sums is not None
+        if self.fp16_scale.unscale(gradients, self._sums.values, self.device):
             return True
         self.module.zero_grad()
         self.grad_norm, self.overflowed = math.inf, True
@@ -305,6 +306,11 @@ class EarlyExitPipelineEngine(PipelineEngine):
     def _reduce_gradients(self) -> None:
         self._spread_the_word()
         if self.zero_optimization():
+            # ZeRO counts a missing gradient as zero, but passes over it when it adds up those of the replicas: they
+            # would add up different ones where only some have it, as after a loss that is not finite.
+            for parameter in self.module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
             self._exec_reduce_grads()
         elif self.is_data_parallel:
             average_gradients(self.module.parameters(), cast("ProcessGroup", self.grid.get_data_parallel_group()))

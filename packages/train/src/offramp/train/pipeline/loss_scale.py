@@ -4,7 +4,8 @@ Gradients of one token among thousands are smaller than what fp16 can hold, so l
 two. Every loss of every exit on every stage is, once; what a stage receives is a gradient of scaled losses already.
 Before gradients are added up over ranks, measured and clipped, they are divided by the same power, which is exact.
 
-If one of them is not finite on any rank, no rank makes the step, and the scale is halved on all of them.
+If one of them is not finite on any rank, no rank makes the step, and the scale is halved on all of them. A loss that is
+not finite is no matter of the scale, which then stays.
 """
 
 from __future__ import annotations
@@ -53,22 +54,31 @@ class LossScale:
         """What losses are multiplied by."""
         return float(self._scaler.cur_scale)
 
-    def unscale(self, gradients: Iterable[Tensor], device: torch.device) -> bool:
+    def unscale(self, gradients: Iterable[Tensor], losses: Tensor, device: torch.device) -> bool:
         """Divide gradients by the scale, in place, and set the next scale. All processes take part.
 
+        Args:
+            gradients: of this process.
+            losses: of this process, unscaled, in any shape.
+            device: of both.
+
         Returns:
-            Whether the gradients of all processes are finite; if not, nobody may make the step.
+            Whether the gradients and losses of all processes are finite; if not, nobody may make the step.
 
         Raises:
-            OfframpError: they are not, and the scale cannot be lower.
+            OfframpError: gradients of finite losses are not, and the scale cannot be lower.
         """
         found = torch.zeros((), device=device)
         own = list(gradients)
         if own:
             inverse = torch.full((), 1.0 / self.value, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(own, found, inverse)
+        found = torch.stack((found, (~losses.isfinite().all()).to(found)))
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        finite = not bool(found)
+        overflow, bad_loss = found.bool().tolist()
+        if bad_loss:
+            return False
+        finite = not overflow
         if not finite and self.value <= LOWEST_SCALE:
             raise scale_fault(self.value)
         self.overflows += not finite
