@@ -132,8 +132,11 @@ def slots_of(item: ScheduledRequest, count: int, block_size: int = 4) -> list[in
     return [item.block_table[p // block_size] * block_size + p % block_size for p in range(count)]
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("number", range(len(VARIANTS)))
-def test_recomputed_keys_and_values_are_those_of_a_full_pass(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_keys_and_values_are_those_of_a_full_pass(
+    number: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, jobs, _ = example(number)
     last: list[ScheduledRequest] = []
     run = Executor.run
@@ -143,23 +146,31 @@ def test_recomputed_keys_and_values_are_those_of_a_full_pass(number: int, monkey
         return run(self, scheduled, *rest)
 
     monkeypatch.setattr(Executor, "run", spy)
-    job = next(job for job in jobs if job.kv_policy == "recompute" and job.max_pending == 3)
+    jobs = [job for job in jobs if job.kv_policy == "recompute" and (together or job.max_pending == 3)]
     engine = make_engine(model, prefix_caching=False)
-    request = job.request("a")
-    engine.add_request(request)
+    requests = [job.request(str(index)) for index, job in enumerate(jobs if together else jobs[:1])]
+    for request in requests:
+        engine.add_request(request)
     full = make_engine(model, prefix_caching=False)
-    waited = set()
+    waited, mixtures, taken = set(), set(), set()
     while engine.has_unfinished:
         engine.step()
-        (item,) = last
-        known = request.tokens(0, request.num_tokens)
-        full.add_request(Request("b", tuple(known), SamplingParams(max_tokens=1, temperature=0), ExitOptions("full")))
-        full.step()
-        (other,) = last
-        exact = request.num_exact_tokens
-        waited.add(request.num_tokens - 1 - exact)
-        assert engine.num_kept_tokens == (request.num_pending if engine.has_unfinished else 0)
-        got = engine._executor._cache.data[:, slots_of(item, exact)]
-        expected = full._executor._cache.data[:, slots_of(other, exact)]
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert waited == {0, 1, 2, 3}, "in the example up to 3 tokens wait, and then a pass completes them"
+        items = list(last)
+        assert engine.num_kept_tokens == sum(one.num_pending for one in requests if not one.status.is_finished)
+        mixtures.add(len({item.request.num_pending for item in items}))
+        taken.add(len({item.request.exit_layers[-1] for item in items if item.request.exit_layers}))
+        for item in items:
+            request, exact = item.request, item.request.num_exact_tokens
+            known = tuple(request.tokens(0, request.num_tokens))
+            full.add_request(Request("full", known, SamplingParams(max_tokens=1, temperature=0), ExitOptions("full")))
+            full.step()
+            (other,) = last
+            waited.add(request.num_tokens - 1 - exact)
+            got = engine._executor._cache.data[:, slots_of(item, exact)]
+            expected = full._executor._cache.data[:, slots_of(other, exact)]
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    if together:
+        assert max(mixtures) > 2, "in one iteration some have waited longer than others"
+        assert max(taken) > 2, "in one iteration rows leave at different exits"
+    else:
+        assert waited == {0, 1, 2, 3}, "in the example up to 3 tokens wait, and then a pass completes them"

@@ -17,6 +17,7 @@ from offramp.serve.scheduling.scheduler import QueueFullError
 from offramp.serve.scheduling.scheduler_output import Phase, ScheduledRequest, SchedulerOutput
 
 STOP = 0
+EXAMPLES, STEPS = 350, 40  # some examples end before they have taken every step
 
 
 class Wish(NamedTuple):
@@ -59,6 +60,8 @@ def rows_of(item: ScheduledRequest) -> int:
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests of every policy come, run, stop, are cancelled and fail in any order, on a model made of hashes."""
+
+    num_steps = 0  # of all examples together
 
     @initialize(
         num_blocks=st.integers(3, 12),
@@ -264,6 +267,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.num_cached_tokens == 0
 
     @invariant()
+    def steps_are_counted(self) -> None:
+        SchedulerMachine.num_steps += hasattr(self, "pool")  # once after the start, then after each rule
+
+    @invariant()
     def blocks_are_counted(self) -> None:
         if not hasattr(self, "pool"):
             return
@@ -303,5 +310,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_answer(request, complete=False)
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+class TestScheduler(SchedulerMachine.TestCase):
+    """Here alone at least 10,000 random steps are taken; the block pool's and the prefix cache's come on top."""
+
+    settings = settings(max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None)
+
+    def runTest(self) -> None:
+        before = SchedulerMachine.num_steps
+        super().runTest()
+        assert SchedulerMachine.num_steps - before >= 10_000

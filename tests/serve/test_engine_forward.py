@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -12,7 +14,7 @@ from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.serve.config import EngineConfig
+from offramp.serve.config import EngineConfig, Kernels
 from offramp.serve.execution.executor import Executor
 from offramp.serve.execution.sync_policy import LeaveIfItPays, LeaveTogether, PassTimes, leave_alone
 from offramp.serve.kv_cache.storage import KVStorage
@@ -162,13 +164,41 @@ def test_bf16_is_as_near_to_fp32_as_the_models_own_bf16() -> None:
     assert sum(ours) < 1.5 * sum(theirs), (ours, theirs)
 
 
+def keys_and_values(weights: Mapping[str, torch.Tensor], name: str, x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """By the book, in fp64: what the layer called `name` makes of states [N, D] at positions from 0 on, [N, 2 * K * E].
+
+    Norm, projection, norm of keys where the model has one, rotation; nothing of it is the engine's or the model's code.
+    """
+
+    def normed(states: torch.Tensor, norm: str) -> torch.Tensor:
+        scale = (states.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt()
+        return states * scale * weights[f"{name}.{norm}.weight"].double()
+
+    def projected(projection: str) -> torch.Tensor:
+        product = normed(x.double(), "input_layernorm") @ weights[f"{name}.self_attn.{projection}.weight"].double().T
+        bias = weights.get(f"{name}.self_attn.{projection}.bias")
+        return product if bias is None else product + bias.double()
+
+    keys = projected("k_proj").unflatten(1, (-1, head_dim))
+    if f"{name}.self_attn.k_norm.weight" in weights:
+        keys = normed(keys, "self_attn.k_norm")
+    frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    turns = torch.polar(torch.ones(len(x), 1, 1).double(), torch.arange(len(x))[:, None, None] * frequencies)
+    first, second = keys.chunk(2, dim=-1)
+    rotated = torch.complex(first, second) * turns
+    return torch.cat((torch.cat((rotated.real, rotated.imag), dim=-1).flatten(1), projected("v_proj")), dim=1)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "plain"])
 @pytest.mark.parametrize("kind", [{}, {"model_type": "qwen3", "head_dim": 16}, {"model_type": "qwen2"}])
 @pytest.mark.parametrize("head", ["norm", "block"])
 @torch.inference_mode()
-def test_fill_writes_what_each_layer_would_make_of_the_exit_state(kind: dict[str, object], head: str) -> None:
+def test_fill_writes_what_each_layer_would_make_of_the_exit_state(
+    kind: dict[str, object], head: str, kernels: Kernels
+) -> None:
     model = tiny_model(ExitConfig((1, 2), head), **kind)  # pyright: ignore[reportArgumentType]
     config = model.config
-    packed = PackedModel(model, torch.float32)
+    packed = PackedModel(model, torch.float32, kernels)
     caches = [
         KVStorage(packed.num_cache_layers, 8, 4, config.num_kv_heads, config.head_dim, torch.float32, poison=True)
         for _ in range(2)
@@ -185,5 +215,9 @@ def test_fill_writes_what_each_layer_would_make_of_the_exit_state(kind: dict[str
     assert packed.num_cache_layers - first == (4 if head == "block" else 3)
     written = [cache.data[:, rows.slots] for cache in caches]
     torch.testing.assert_close(written[0][first:], written[1][first:], rtol=1e-5, atol=1e-5)
+    names = ["layers.1", *(["exits.2.block"] if head == "block" else []), "layers.2", "layers.3"]
+    weights = model.state_dict()
+    defined = torch.stack([keys_and_values(weights, name, x, config.head_dim) for name in names]).float()
+    torch.testing.assert_close(written[0][first:], defined, rtol=1e-5, atol=1e-5)
     for cache in caches:  # nothing anywhere else
         assert int(cache.data.isfinite().sum()) == written[0][first:].numel()

@@ -20,6 +20,7 @@ from offramp.serve.config import EngineConfig
 from offramp.serve.engine import Engine
 from offramp.serve.request.constraint import Constraint
 from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.output import RequestOutput, Usage
 from offramp.serve.request.request import Request, RequestStatus
 from offramp.serve.request.sampling_params import SamplingParams
 
@@ -73,29 +74,73 @@ def make_requests(exits: ExitOptions) -> list[Request]:
 
 
 def run(engine: Engine, requests: list[Request]) -> list[Request]:
+    return [request for request, _ in answers(engine, requests)]
+
+
+def answers(engine: Engine, requests: list[Request]) -> list[tuple[Request, RequestOutput]]:
+    """The requests with the last output of each."""
+    outputs: list[RequestOutput] = []
     for request in requests:
         engine.add_request(request)
-        engine.step()
-    drain(engine)
+        outputs += engine.step()
+    outputs += drain(engine)
     assert [request.error for request in requests] == [None] * len(requests)
-    return requests
+    last = {output.request_id: output for output in outputs if output.finish_reason is not None}
+    return [(request, last[request.request_id]) for request in requests]
+
+
+def assert_same(one: tuple[Request, RequestOutput], other: tuple[Request, RequestOutput]) -> None:
+    (expected, expected_end), (found, found_end) = one, other
+    assert found.output_token_ids == expected.output_token_ids, found.sampling
+    assert (found.exit_layers, found.status) == (expected.exit_layers, expected.status)
+    assert (found_end.finish_reason, found_end.usage) == (expected_end.finish_reason, expected_end.usage)
+    assert found_end.usage == Usage(len(found.prompt_token_ids), len(found.output_token_ids))
+    for ours, theirs in (
+        (found.logprobs, expected.logprobs),
+        (found.prompt_logprobs, expected.prompt_logprobs),
+    ):
+        assert [pair.token_id for pair in ours] == [pair.token_id for pair in theirs]
+        assert [pair.logprob for pair in ours] == pytest.approx([pair.logprob for pair in theirs], abs=1e-4)
+        for our, their in zip(ours, theirs, strict=True):
+            assert [token for token, _ in our.top] == [token for token, _ in their.top]
+            assert [value for _, value in our.top] == pytest.approx([value for _, value in their.top], abs=1e-4)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_request_says_the_same_alone_among_others_in_chunks_and_preempted(depth: str) -> None:
-    alone = [run(make_engine(), [request])[0] for request in make_requests(DEPTHS[depth])]
+    alone = [answers(make_engine(), [request])[0] for request in make_requests(DEPTHS[depth])]
     if depth != "full":
-        assert any(layer < 4 for request in alone for layer in request.exit_layers)
+        assert any(layer < 4 for request, _ in alone for layer in request.exit_layers)
     crowded = make_engine(num_blocks=18, max_tokens_per_iteration=9, max_num_seqs=8)
     for engine in (make_engine(), crowded):
-        batch = run(engine, make_requests(DEPTHS[depth]))
-        assert (engine is crowded) == any(request.num_preemptions for request in batch)
+        batch = answers(engine, make_requests(DEPTHS[depth]))
+        assert (engine is crowded) == any(request.num_preemptions for request, _ in batch)
         for one, other in zip(alone, batch, strict=True):
-            assert other.output_token_ids == one.output_token_ids, other.sampling
-            assert (other.exit_layers, other.status) == (one.exit_layers, one.status)
-            for found, expected in ((other.logprobs, one.logprobs), (other.prompt_logprobs, one.prompt_logprobs)):
-                assert [pair.token_id for pair in found] == [pair.token_id for pair in expected]
-                assert [pair.logprob for pair in found] == pytest.approx([pair.logprob for pair in expected], abs=1e-4)
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_request_says_the_same_where_others_have_left_its_prefix(depth: str) -> None:
+    def asked() -> list[Request]:
+        """With logprobs of every answer, and behind a text of 9 tokens that all share."""
+        requests = make_requests(DEPTHS[depth])
+        for request in requests:
+            request.prompt_token_ids = (*range(30, 39), *request.prompt_token_ids)
+            request.sampling = replace(request.sampling, logprobs=2, prompt_logprobs=None)
+        return requests
+
+    alone = [answers(make_engine(prefix_caching=False), [request])[0] for request in asked()]
+    assert not any(request.num_cached_tokens for request, _ in alone)
+    engine = make_engine(prefix_caching=True)
+    for lot in range(2):  # the first shares what its members have in common, the second has been asked before
+        found = answers(engine, asked())
+        hits = [request.num_cached_tokens for request, _ in found]
+        assert all(hits[1:] if lot == 0 else hits)
+        assert sum(hits) > lot * 8 * len(hits), "more than the common text"
+        for one, other in zip(alone, found, strict=True):
+            assert len(other[0].logprobs) == len(other[0].output_token_ids)
+            assert_same(one, other)
+    assert engine.metrics.totals.prefix_hit_tokens > 0
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

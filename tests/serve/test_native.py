@@ -253,6 +253,20 @@ def other_best_tokens(right: Callable[..., tuple[torch.Tensor, ...]], *arguments
     return (token_ids + 1) % 70, *rest
 
 
+def scaled_where_plain(right: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """Wrong only where the inner map of an exit head is not gated."""
+    return right(*arguments) * (1 if arguments[6] else 1.2)
+
+
+def scaled_part(part: int, right: Callable[..., tuple[torch.Tensor, ...]], *arguments: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(one * (1.2 if index == part else 1) for index, one in enumerate(right(*arguments)))
+
+
+def other_tokens_of_the_exit(right: Callable[..., tuple[torch.Tensor, ...]], *arguments: Any) -> list[torch.Tensor]:
+    state, token_ids, *rest = right(*arguments)
+    return [state, (token_ids + 1) % 70, *rest]
+
+
 def no_window(right: Callable[..., object], *arguments: Any) -> object:
     return right(*arguments[:-2], 0, arguments[-1])
 
@@ -280,6 +294,13 @@ def nothing(right: Callable[..., object], *arguments: Any) -> None:
         ("gated_linear", scaled),
         ("rms_norm", scaled),
         ("head", other_best_tokens),
+        ("exit_state", scaled),
+        ("exit_state", scaled_where_plain),
+        ("exit_test", partial(scaled_part, 0)),  # the state
+        ("exit_test", other_tokens_of_the_exit),
+        ("exit_test", partial(scaled_part, 2)),  # the best logit
+        ("exit_test", partial(scaled_part, 5)),  # the confidence
+        ("cosine", scaled),
         ("run_layers", no_window),
         ("run_layers", tables_of_the_other_sequence),
         ("run_layers", a_key_too_few),

@@ -22,6 +22,7 @@ from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.replies import Complete, Generation
 from offramp.serve.protocol.service import OpenAIService
+from offramp.serve.request.output import RequestOutput
 
 COMPLETIONS, CHAT = "v1/completions", "v1/chat/completions"
 
@@ -49,22 +50,35 @@ def service(engine: Engine) -> Iterator[OpenAIService]:
 
 def ask(service: OpenAIService, path: str = COMPLETIONS, **fields: Any) -> Any:
     """The answer, or the events of a stream."""
-    if path == CHAT:
-        fields = {"messages": [{"role": "user", "content": "Hi"}], **fields}
-    reply = service.open(path, json.dumps({"model": "m", **fields}).encode(), f"{time.monotonic_ns()}")
-    assert isinstance(reply, Generation), reply
-    body = b""
+    return ask_together(service, [fields], path)[0]
+
+
+def ask_together(service: OpenAIService, wishes: list[dict[str, Any]], path: str = COMPLETIONS) -> list[Any]:
+    """What `ask` gives for each of several that run side by side."""
+    replies: list[Generation] = []
+    for fields in wishes:
+        if path == CHAT:
+            fields = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+        reply = service.open(path, json.dumps({"model": "m", **fields}).encode(), f"{time.monotonic_ns()}")
+        assert isinstance(reply, Generation), reply
+        replies.append(reply)
+    bodies, open_replies = [b"" for _ in replies], dict(enumerate(replies))
     deadline = time.monotonic() + 20
-    last = False
-    while not last:
-        piece, last = reply.take(1_000_000)
-        body += piece
+    while open_replies:
+        for index, reply in list(open_replies.items()):
+            piece, last = reply.take(1_000_000)
+            bodies[index] += piece
+            if last:
+                del open_replies[index]
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    assert reply.error is None, body
-    if reply.stream:
-        return [json.loads(line.removeprefix("data: ")) for line in body.decode().split("\n\n")[:-2]]
-    return json.loads(body)
+    assert [reply.error for reply in replies] == [None] * len(replies), bodies
+    return [
+        [json.loads(line.removeprefix("data: ")) for line in body.decode().split("\n\n")[:-2]]
+        if reply.stream
+        else json.loads(body)
+        for body, reply in zip(bodies, replies, strict=True)
+    ]
 
 
 def texts(answer: dict[str, Any]) -> list[str]:
@@ -223,6 +237,64 @@ def test_kv_policies_keep_what_they_promise(service: OpenAIService) -> None:
     assert static["offramp"]["exit_layers"] == [4] + [2] * 23
     pending = run(kv_policy="recompute", threshold=-1.0, max_pending=3)
     assert pending["offramp"]["exit_layers"] == [4, *[1, 1, 1, 4] * 5, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "exits",
+    [
+        {"kv_policy": "full"},
+        {"kv_policy": "fill"},
+        {"kv_policy": "recompute", "max_pending": 3},
+        {"kv_policy": "verify", "max_pending": 3},
+        {"kv_policy": "static", "exit_layer": 2},
+    ],
+    ids=lambda exits: exits["kv_policy"],
+)
+def test_a_streams_pieces_are_the_answer_of_the_request_alone(
+    service: OpenAIService, exits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token_ids: dict[str, list[int]] = {}
+    put = Generation.put
+
+    def spy(self: Generation, output: RequestOutput) -> None:
+        token_ids.setdefault(output.request_id, []).extend(output.new_token_ids)
+        put(self, output)
+
+    monkeypatch.setattr(Generation, "put", spy)
+    common = {"max_tokens": 24, "logprobs": 2, "offramp": {**exits, "return_exit_layers": True}}
+    asked: list[dict[str, Any]] = [
+        {**common, "prompt": "one", "temperature": 0, "ignore_eos": True},
+        {**common, "prompt": "another one", "seed": 3, "temperature": 1.2, "top_p": 0.9},
+        {**common, "prompt": "and two", "seed": 4, "structured_outputs": {"regex": "[a-c]{2}(x|yz){2}"}},
+    ]
+    text = texts(ask(service, **asked[0]))[0]
+    at = next(index for index in range(4, len(text)) if text[index].isascii())
+    asked.append({**asked[0], "stop": [text[at : at + 2]]})  # found in pieces, and held back until it is
+    token_ids.clear()
+    alone = [ask(service, **fields) for fields in asked]
+    streams = ask_together(
+        service, [{**one, "stream": True, "stream_options": {"include_usage": True}} for one in asked]
+    )
+    ids = [token_ids[request_id] for request_id in sorted(token_ids)]  # as they were asked
+    assert ids[: len(asked)] == ids[len(asked) :]
+    assert {answer["choices"][0]["finish_reason"] for answer in alone} == {"stop", "length"}
+    for answer, events, tokens in zip(alone, streams, ids[: len(asked)], strict=True):
+        (choice,) = answer["choices"]
+        pieces = [one for event in events for one in event["choices"]]
+        assert len(pieces) > 3, "it came in pieces"
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
+        assert [event["usage"] for event in events] == [None] * len(pieces) + [answer["usage"]]
+        assert answer["usage"]["completion_tokens"] == len(tokens)
+        layers = [layer for event in events[:-1] for layer in event["offramp"]["exit_layers"]]
+        assert layers == choice["offramp"]["exit_layers"]
+        told = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+        joined = {name: [value for columns in told for value in columns[name]] for name in choice["logprobs"]}
+        assert joined["tokens"] == choice["logprobs"]["tokens"] == [service._token_text(token) for token in tokens]
+        assert joined["text_offset"] == choice["logprobs"]["text_offset"]
+        assert joined["token_logprobs"] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+        for ours, theirs in zip(joined["top_logprobs"], choice["logprobs"]["top_logprobs"], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
 
 
 def test_a_client_that_goes_away_leaves_nothing_of_its_choices(service: OpenAIService, engine: Engine) -> None:

@@ -48,7 +48,7 @@ def agrees_with_torch(ops: Any) -> bool:
     """
     return all(
         _maps_agree(ops, dtype)
-        and _exits_agree(ops, dtype)
+        and all(_exits_agree(ops, dtype, gated=gated) for gated in (True, False))
         and all(_layers_agree(ops, dtype, shape) for shape in _LAYER_SHAPES)
         for dtype in _TOLERANCES
     )
@@ -83,19 +83,21 @@ def _maps_agree(ops: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def _exits_agree(ops: Any, dtype: torch.dtype) -> bool:
-    """An exit head that has all it can have, the exit test, and the cosine of states."""
+def _exits_agree(ops: Any, dtype: torch.dtype, *, gated: bool) -> bool:
+    """An exit head that has all it can have, its inner map gated or plain, the exit test, and the cosine of states."""
     generator = torch.Generator().manual_seed(2)
     x, inner_norm, norm = (torch.randn(size, generator=generator).to(dtype) for size in ((6, 45), (45,), (45,)))
-    gate_up, down, unembedding = (
-        (torch.randn(size, generator=generator) / 7).to(dtype) for size in ((26, 45), (45, 13), (70, 45))
+    inner, down, unembedding = (
+        (torch.randn(size, generator=generator) / 7).to(dtype)
+        for size in ((26 if gated else 13, 45), (45, 13), (70, 45))
     )
-    packed = (ops.pack_linear(gate_up, gated=True), None, None, 13, True, ops.pack_linear(down), None, None)
+    packed = (ops.pack_linear(inner, gated=gated), None, None, 13, gated, ops.pack_linear(down), None, None)
     head = (inner_norm, *packed, True, norm, _EPS)
     wide = x.double()
-    gates, ups = F.linear(_norm(wide, inner_norm.double()), gate_up.double()).chunk(2, dim=1)
+    mapped = F.linear(_norm(wide, inner_norm.double()), inner.double())
+    activated = F.silu(mapped[:, :13]) * mapped[:, 13:] if gated else F.silu(mapped)
     scale = wide.pow(2).mean(dim=1, keepdim=True).add(_EPS).sqrt()
-    exact = _norm(wide + F.linear(F.silu(gates) * ups, down.double()) * scale, norm.double())
+    exact = _norm(wide + F.linear(activated, down.double()) * scale, norm.double())
     state, token_ids, best, _, _, margin = ops.exit_test(x, *head, ops.pack_linear(unembedding), None, 70, None, True)
     logits = F.linear(state.double(), unembedding.double())
     shares = logits.softmax(dim=1).topk(2).values
