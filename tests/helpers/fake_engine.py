@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from offramp.serve.request.constraint import Constraint
 from offramp.serve.request.iteration_result import TokenLogprobs
 from offramp.serve.request.output import RequestOutput
 from offramp.serve.request.request import Request, RequestStatus
@@ -24,6 +25,7 @@ class FakeEngine:
         refuse: Ids that `add_request` refuses.
         fail: Ids of requests that fail in their first iteration -> why.
         on_prepare: Called by `prepare`; may raise.
+        known: Languages that take no time to prepare: all others do, and are not known afterwards.
     """
 
     def __init__(self, delay_s: float = 0.0, on_step: Callable[[], object] = lambda: None) -> None:
@@ -35,6 +37,7 @@ class FakeEngine:
         self.refuse: set[str] = set()
         self.fail: dict[str, str] = {}
         self.on_prepare: Callable[[Request], object] = lambda request: None
+        self.known: set[Constraint | None] = {None}
         self._delay_s = delay_s
         self._live: dict[str, Request] = {}
 
@@ -44,6 +47,9 @@ class FakeEngine:
 
     def prepare(self, request: Request) -> None:
         self.on_prepare(request)
+
+    def prepare_known(self, request: Request) -> bool:
+        return request.sampling.constraint in self.known
 
     def add_request(self, request: Request) -> None:
         if request.request_id in self.refuse:

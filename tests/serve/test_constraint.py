@@ -340,6 +340,23 @@ def test_a_language_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled == [regex("a+"), regex("(a")]
 
 
+def test_what_is_known_of_a_language_is_told_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    constraints = Constraints(TOKENIZERS["byte_level"], len(TOKENIZERS["byte_level"]))
+    assert constraints.prepare_known(make_request(eos=(0,)))
+    request, bad = make_request(eos=(0,), constraint=regex("a+")), make_request(eos=(0,), constraint=regex("(a"))
+    constraints.prepare(make_request("b", eos=(0,), constraint=regex("a+")))
+    with pytest.raises(OfframpError, match="unclosed group"):
+        constraints.prepare(bad)
+    monkeypatch.setattr(constraints, "_compile", lambda constraint: pytest.fail("compiled"))
+    assert not constraints.prepare_known(make_request(eos=(0,), constraint=regex("b+")))
+    with constraints._compiling:  # while another one is compiled
+        assert constraints.prepare_known(request)
+        with pytest.raises(OfframpError, match="unclosed group"):
+            constraints.prepare_known(bad)
+    constraints._known.clear()  # what comes in between may push it out
+    assert constraints.start(request) is not None
+
+
 def test_what_was_prepared_is_there_at_the_start_whatever_is_compiled_in_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -409,19 +410,137 @@ def test_an_id_comes_again_before_the_engine_hears_that_the_first_one_is_cancell
     assert engine.seen == ["x", "x"]
 
 
-def test_who_is_refused_from_outside_fails_and_leaves_the_engine(engine: FakeEngine, thread: EngineThread) -> None:
-    go_on = threading.Event()
-    engine.on_prepare = lambda slow: go_on.wait(30)
-    slow, runs, stays = Recorder(), Recorder(), Recorder()
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the thread reads, in place of the time."""
+    now = [0.0]
+    monkeypatch.setattr("offramp.serve.engine_thread.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_who_takes_too_long_to_prepare_is_refused_and_who_waits_for_it_hears_that_it_may_come_again(
+    clock: list[float], engine: FakeEngine, thread: EngineThread
+) -> None:
+    busy, go_on = threading.Event(), threading.Event()
+
+    def prepare(slow: Request) -> None:
+        busy.set()
+        assert go_on.wait(30)
+
+    engine.on_prepare = prepare
+    slow, waits, later = Recorder(), Recorder(), Recorder()
     thread.submit(request("slow", constraint=Constraint("json")), slow)
-    thread.submit(request("runs", 10_000), runs)
-    thread.submit(request("stays", 20), stays)
-    eventually(lambda: bool(runs.outputs))
-    thread.refuse(["slow", "runs", "unknown"], OfframpError("it takes too long."))
-    for name, sink in (("slow", slow), ("runs", runs)):
-        assert sink.over.wait(30)
-        assert [(one, str(cause)) for one, cause in sink.failures] == [(name, "it takes too long.")]
+    assert busy.wait(5)
+    thread.submit(request("waits", constraint=Constraint("json")), waits)
+    clock[0] = 3.0
+    thread.submit(request("later", constraint=Constraint("json")), later)
+    clock[0] = 10.0
+    thread.refuse_overdue(10.0)
+    assert thread.is_unprepared(["slow"])
+    assert thread.is_unprepared(["waits"])
+    clock[0] = 10.5
+    thread.refuse_overdue(10.0)
+    assert slow.over.wait(30)
+    assert waits.over.wait(30)
+    assert "not compiled after 10 s" in str(slow.failures[0][1])
+    assert not isinstance(slow.failures[0][1], QueueFullError)
+    assert isinstance(waits.failures[0][1], QueueFullError)
     go_on.set()
-    assert stays.over.wait(30)
-    assert engine.cancelled == ["runs"]
-    assert "slow" not in engine.seen
+    assert later.over.wait(30)
+    assert later.text == " 0 1 2 3"
+    assert engine.seen == ["later"]
+
+
+def test_the_time_to_prepare_begins_with_the_turn(clock: list[float], engine: FakeEngine, thread: EngineThread) -> None:
+    busy = {name: threading.Event() for name in ("first", "second")}
+    go_on = {name: threading.Event() for name in busy}
+
+    def prepare(slow: Request) -> None:
+        busy[slow.request_id].set()
+        assert go_on[slow.request_id].wait(30)
+
+    engine.on_prepare = prepare
+    sinks = {name: Recorder() for name in busy}
+    for name, sink in sinks.items():
+        thread.submit(request(name, constraint=Constraint("json")), sink)
+    assert busy["first"].wait(30)
+    clock[0] = 9.0
+    go_on["first"].set()
+    assert busy["second"].wait(30)
+    clock[0] = 18.0
+    thread.refuse_overdue(10.0)
+    go_on["second"].set()
+    for sink in sinks.values():
+        assert sink.over.wait(30)
+        assert (sink.text, sink.failures) == (" 0 1 2 3", [])
+
+
+def test_a_known_language_waits_for_no_other(engine: FakeEngine, thread: EngineThread) -> None:
+    busy = {name: threading.Event() for name in ("one", "two")}
+    go_on = {name: threading.Event() for name in busy}
+
+    def prepare(slow: Request) -> None:
+        if slow.request_id in busy:
+            busy[slow.request_id].set()
+            assert go_on[slow.request_id].wait(30)
+        engine.known.add(slow.sampling.constraint)
+
+    engine.on_prepare = prepare
+    sinks = {name: Recorder() for name in ("one", "two", "same", "again")}
+    thread.submit(request("one", constraint=Constraint("regex", "a")), sinks["one"])
+    assert busy["one"].wait(30)
+    thread.submit(request("two", constraint=Constraint("regex", "b")), sinks["two"])
+    thread.submit(request("same", constraint=Constraint("regex", "a")), sinks["same"])
+    go_on["one"].set()
+    assert busy["two"].wait(30)
+    assert sinks["same"].over.wait(30), "it became known while it waited"
+    thread.submit(request("again", constraint=Constraint("regex", "a")), sinks["again"])
+    assert sinks["again"].over.wait(30)
+    assert not sinks["two"].over.is_set()
+    go_on["two"].set()
+    assert sinks["two"].over.wait(30)
+    assert all(sink.text == " 0 1 2 3" for sink in sinks.values())
+
+
+def test_a_language_known_to_be_bad_is_refused_at_once(
+    engine: FakeEngine, thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def known(bad: Request) -> bool:
+        raise OfframpError("no such language.")
+
+    monkeypatch.setattr(engine, "prepare_known", known)
+    sink = Recorder()
+    thread.submit_all([request("a"), request("b")], sink)
+    eventually(lambda: len(sink.failures) == 2)
+    assert {str(cause) for _, cause in sink.failures} == {"no such language."}
+    assert engine.seen == []
+
+
+def test_a_sink_has_heard_the_end_of_a_request_before_it_is_forgotten(engine: FakeEngine) -> None:
+    known: list[tuple[str, bool]] = []
+
+    class Asking(Recorder):
+        def put(self, output: RequestOutput) -> None:
+            known.append((output.request_id, thread.is_new([output.request_id])))
+            super().put(output)
+
+        def fail(self, request_id: str, cause: Exception) -> None:
+            known.append((request_id, thread.is_new([request_id])))
+            super().fail(request_id, cause)
+
+    def refuse(bad: Request) -> None:
+        raise OfframpError("no such language.")
+
+    engine.on_prepare = refuse
+    engine.refuse.add("refused")
+    thread = EngineThread(engine, max_requests=8)
+    for one in (request("good", 1), request("refused"), request("bad", constraint=Constraint("json"))):
+        sink = Asking()
+        thread.submit(one, sink)
+        assert sink.over.wait(30)
+        eventually(lambda: thread.num_waiting == thread.num_running == 0)
+    engine.on_step = lambda: 1 / 0
+    last = Asking()
+    thread.submit(request("last"), last)
+    assert last.over.wait(30)
+    assert known == [("good", True), ("refused", True), ("bad", True), ("last", True)]

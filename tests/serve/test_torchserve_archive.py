@@ -208,6 +208,7 @@ def test_a_port_in_use_is_a_clear_error(checkpoint: Path, tmp_path: Path) -> Non
         {"wait_ms": -1},
         {"first_wait_ms": float("nan")},
         {"prepare_wait_ms": "5"},
+        {"compile_limit_s": -1},
         {"lease_s": 1e9},
         {"max_piece_bytes": 0},
     ],

@@ -13,6 +13,7 @@ from offramp.common.errors import OfframpError
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.service import OpenAIService
+from offramp.serve.request.constraint import Constraint
 from offramp.serve.request.request import Request
 from offramp.serve.torchserve.jobs import Job, Jobs, Piece
 from offramp.serve.torchserve.settings import HandlerSettings
@@ -42,6 +43,7 @@ class Front:
         self.pieces[job.id] = []
 
     def drop(self, name: str) -> None:
+        assert self.pieces[name], "TorchServe notices only for jobs that have been given a piece"
         del self._live[name]
 
     def call(self) -> None:
@@ -285,8 +287,88 @@ def test_a_grammar_that_takes_long_holds_nobody_up_and_is_400_if_it_is_bad(front
     assert front.text("slow-good").endswith("data: [DONE]\n\n")
 
 
+def test_a_client_that_leaves_while_its_grammar_is_compiled_is_noticed(
+    engine: FakeEngine, thread: EngineThread
+) -> None:
+    settings = HandlerSettings(wait_ms=5, prepare_wait_ms=40)
+    front = Front(Jobs(OpenAIService(thread, tiny_tokenizer(), CARD), thread, settings))
+    go_on = threading.Event()
+    engine.on_prepare = lambda request: go_on.wait(30)
+    for name in ("compiled", "behind"):
+        front.send(name, structured_outputs={"regex": name}, n=4)
+    front.call()
+    assert front.held == {"compiled", "behind"}
+    front.run_until_spoken("compiled", "behind")
+    assert [(piece.status, piece.body, piece.last) for piece in front.pieces["behind"][:1]] == [(200, b"", False)]
+    front.call()
+    assert not front.held, "TorchServe is to look again in every call"
+    front.drop("compiled")
+    front.drop("behind")
+    front.send("next", n=8, max_tokens=2)  # needs all seats
+    front.run("next")
+    go_on.set()
+    assert front.pieces["next"][0].status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_after_its_status_an_answer_hears_in_its_body_that_the_grammar_takes_too_long(
+    engine: FakeEngine, thread: EngineThread, stream: bool
+) -> None:
+    settings = HandlerSettings(wait_ms=5, prepare_wait_ms=20, compile_limit_s=0.1)
+    front = Front(Jobs(OpenAIService(thread, tiny_tokenizer(), CARD), thread, settings))
+    go_on = threading.Event()
+    engine.on_prepare = lambda request: go_on.wait(30)
+    front.send("slow", structured_outputs={"regex": "a"}, stream=stream)
+    front.run("slow")
+    go_on.set()
+    assert {piece.status for piece in front.pieces["slow"]} == {200}
+    assert "not compiled after 0.1 s" in front.text("slow")
+    assert front.text("slow").endswith("data: [DONE]\n\n") == stream
+
+
+def test_who_waits_for_the_grammars_of_others_is_told_to_come_back(engine: FakeEngine, thread: EngineThread) -> None:
+    settings = HandlerSettings(wait_ms=5, prepare_wait_ms=30_000, compile_limit_s=0.1)
+    front = Front(Jobs(OpenAIService(thread, tiny_tokenizer(), CARD), thread, settings))
+    go_on = threading.Event()
+    engine.on_prepare = lambda request: go_on.wait(30)
+    engine.known.add(Constraint("regex", "known"))
+    front.send("slow", structured_outputs={"regex": "a"})
+    front.send("behind", structured_outputs={"regex": "b"}, n=2)
+    front.send("known", structured_outputs={"regex": "known"}, max_tokens=2)
+    front.run("known")
+    assert front.pieces["known"][0].status == 200
+    front.run("slow", "behind")
+    go_on.set()
+    assert [[piece.status for piece in front.pieces[name]] for name in ("slow", "behind")] == [[400], [429]]
+    assert front.pieces["behind"][0].headers["Retry-After"] == "1"
+    assert "this one's still waits; try again later." in front.text("behind")
+    assert engine.seen == ["cmpl-known-0"]
+
+
+def test_a_payload_is_converted_once(engine: FakeEngine, thread: EngineThread) -> None:
+    class Payload(str):
+        conversions = 0
+
+        def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
+            Payload.conversions += 1
+            return super().encode(encoding, errors)
+
+    front = Front(Jobs(OpenAIService(thread, tiny_tokenizer(), CARD), thread, HandlerSettings(wait_ms=5)))
+    go_on = threading.Event()
+    engine.on_prepare = lambda request: go_on.wait(30)
+    body = {"model": "m", "prompt": [4], "max_tokens": 2, "structured_outputs": {"regex": "a"}}
+    front.send_raw(Job("held", "v1/completions", Payload(json.dumps(body))))
+    for _ in range(3):
+        front.call()
+        assert front.held == {"held"}
+    go_on.set()
+    front.run("held")
+    assert json.loads(front.text("held"))["choices"][0]["text"] == " 0 1"
+    assert Payload.conversions == 1
+
+
 def test_a_grammar_that_takes_too_long_is_refused(engine: FakeEngine, thread: EngineThread) -> None:
-    settings = HandlerSettings(wait_ms=5, prepare_wait_ms=50)
+    settings = HandlerSettings(wait_ms=5, prepare_wait_ms=30_000, compile_limit_s=0.05)
     front = Front(Jobs(OpenAIService(thread, tiny_tokenizer(), CARD), thread, settings))
     go_on = threading.Event()
     engine.on_prepare = lambda request: go_on.wait(5)

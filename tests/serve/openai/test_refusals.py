@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
 
-from helpers.openai_service import CHAT, COMPLETIONS, Engine, answer, body, card, chat_body, events, refusal
+from helpers.openai_service import CHAT, COMPLETIONS, Engine, answer, body, card, chat_body, collect, events, refusal
 from helpers.tiny import tiny_tokenizer
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.replies import Complete, Generation
@@ -92,6 +93,16 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(service: OpenAIService) 
     assert isinstance(reply, Generation)
     service.abandon(reply)
     assert isinstance(service.open(COMPLETIONS, body(prompt=[4], max_tokens=1), "3"), Generation)
+
+
+def test_an_id_that_is_under_way_is_400(service: OpenAIService, engine: Engine) -> None:
+    go_on = threading.Event()
+    engine.on_step = lambda: go_on.wait(30)
+    first = service.open(COMPLETIONS, body(prompt=[4], max_tokens=2), "1")
+    again = service.open(COMPLETIONS, body(prompt=[4], max_tokens=2), "1")
+    assert "is in use" in refusal(again, 400)["message"]
+    go_on.set()
+    assert json.loads(collect(first))["choices"][0]["text"] == " 0 1"
 
 
 def test_more_choices_than_can_ever_run_are_400(service: OpenAIService) -> None:

@@ -251,7 +251,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise `OfframpError` if this engine can never run a request, as far as can be told at once.
 
-        Whether a constraint can be compiled is left to `prepare`. Any thread may call both, at any time.
+        Whether a constraint can be compiled is left to `prepare`. Any thread may call it and both of them, at any time.
         """
         size = self.checkpoint.config.vocab_size
         if wrong := [token for token in request.prompt_token_ids if not 0 <= token < size]:
@@ -275,6 +275,17 @@ class Engine:
             OfframpError: it cannot be compiled.
         """
         self._constraints.prepare(request)
+
+    def prepare_known(self, request: Request) -> bool:
+        """Do the same if it takes no time: there is no constraint, or what is to be found out about it is known.
+
+        Returns:
+            Whether it is done.
+
+        Raises:
+            OfframpError: it is known that it cannot be compiled.
+        """
+        return self._constraints.prepare_known(request)
 
     def add_request(self, request: Request) -> None:
         """Take a request in.

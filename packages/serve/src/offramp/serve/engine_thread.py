@@ -3,7 +3,8 @@
 The engine iterates at its own pace in one thread, so nothing that happens in a web server can hold an iteration up, and
 the engine needs no locks. What takes long before a request can start (compiling the language of its answer) is done in
 a second thread, one request after the other: so neither iterations nor the caller of `submit` wait for it. Sinks and
-the observer are called in the loop's thread alone, a sink never again after it was told that its request is over.
+the observer are called in the loop's thread alone, a sink never again after it was told that its request is over. What
+ends a request is said to its sink before the request is forgotten: who finds it gone finds the reason there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class SteppingEngine(Protocol):
-    """What the loop needs of an engine; all of it but `prepare` is called in the loop's thread only."""
+    """What the loop needs of an engine; all but `prepare` and `prepare_known` is called in the loop's thread only."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -35,6 +36,10 @@ class SteppingEngine(Protocol):
 
     def prepare(self, request: Request) -> None:
         """Does what may take long before `add_request`, beside the loop; raises for a request that it cannot run."""
+        ...
+
+    def prepare_known(self, request: Request) -> bool:
+        """Does the same if it takes no time; whether it did."""
         ...
 
     def add_request(self, request: Request) -> None:
@@ -51,7 +56,7 @@ class SteppingEngine(Protocol):
 
 
 class Sink(Protocol):
-    """Where a request's outputs go. Called in the loop's thread, so both return at once."""
+    """Where a request's outputs go. Called in the loop's thread and under its lock, so both return at once."""
 
     def put(self, output: RequestOutput) -> None:
         """Takes the newest output; one with a `finish_reason` is the last."""
@@ -116,7 +121,9 @@ class EngineThread:
         self._taken: set[_Handed] = set()  # requests that the engine has
         self._started: set[_Handed] = set()  # those that have had an output; the others still wait or are in prefill
         self._new: set[_Handed] = set()  # requests that have not seen the end of an iteration
-        self._to_prepare: set[_Handed] = set()
+        # Those that wait to be prepared, or are: since when they do the one or the other, in seconds of time.monotonic.
+        self._to_prepare: dict[_Handed, float] = {}
+        self._in_preparation: list[_Handed] = []
         self._closing = False
         self._stopped: Exception | None = None
         self._attending = 0
@@ -178,12 +185,11 @@ class EngineThread:
                 ids.add(request.request_id)
             self._live.update((one.request.request_id, one) for one in handed)
             self._new.update(handed)
-            if any(request.sampling.constraint is not None for request in requests):
+            now = time.monotonic()
+            if not self._settle_known(handed):
                 self._unprepared.append(handed)
-                self._to_prepare.update(handed)
-            else:
-                self._arrivals += handed
-            self._attended_at = time.monotonic()
+                self._to_prepare.update(dict.fromkeys(handed, now))
+            self._attended_at = now
             self._condition.notify_all()
 
     def cancel(self, request_id: str) -> bool:
@@ -207,11 +213,27 @@ class EngineThread:
             self._condition.notify_all()
             return [one.request.request_id for one in live]
 
-    def refuse(self, request_ids: Iterable[str], cause: Exception) -> None:
-        """Ends requests as if the engine could not run them; their sinks soon hear why."""
+    def refuse_overdue(self, limit_s: float) -> None:
+        """Ends requests that take too long to prepare, or to come to it; their sinks soon hear why.
+
+        Who waits behind others is told so with `QueueFullError`, and is given as long again when its turn has come.
+
+        Args:
+            limit_s: Longest time for either, in seconds.
+        """
+        cause = OfframpError(
+            f"the language asked for is not compiled after {limit_s:g} s; simplify it, or try again later."
+        )
+        waited = QueueFullError(
+            f"the languages of earlier requests have been compiled for {limit_s:g} s, and this one's still waits; "
+            "try again later."
+        )
         with self._condition:
-            self._refused.append(([self._live[one] for one in request_ids if one in self._live], cause))
-            self._condition.notify_all()
+            now = time.monotonic()
+            for one in [one for one, since in self._to_prepare.items() if now - since > limit_s]:
+                self._refused.append(([one], cause if one in self._in_preparation else waited))
+                del self._to_prepare[one]
+                self._condition.notify_all()
 
     @contextmanager
     def attended(self) -> Iterator[None]:
@@ -243,7 +265,9 @@ class EngineThread:
                 if self._closing or self._stopped:
                     return
                 handed = self._unprepared.popleft()
-                live = [one for one in handed if self._is_live(one)]
+                # Neither those that were cancelled, nor those that waited for too long.
+                live = self._in_preparation = [one for one in handed if one in self._to_prepare]
+                self._to_prepare.update(dict.fromkeys(live, time.monotonic()))
             cause: Exception | None = None
             try:
                 for one in live:
@@ -251,12 +275,30 @@ class EngineThread:
             except BaseException as error:
                 cause = _as_exception(error)
             with self._condition:
-                self._to_prepare.difference_update(live)
-                if cause is None:
-                    self._arrivals += live
-                else:
-                    self._refused.append((live, cause))
-                self._condition.notify_all()
+                self._settle(live, cause)
+                self._in_preparation = []
+                self._unprepared = deque(others for others in self._unprepared if not self._settle_known(others))
+
+    def _settle_known(self, handed: list[_Handed]) -> bool:
+        """Ends the preparation of requests if it takes no time; whether it did."""
+        try:
+            if not all(self._engine.prepare_known(one.request) for one in handed):
+                return False
+        except Exception as error:
+            self._settle(handed, error)
+        else:
+            self._settle(handed, None)
+        return True
+
+    def _settle(self, handed: list[_Handed], cause: Exception | None) -> None:
+        """Requests are prepared, or cannot be because of `cause`."""
+        for one in handed:
+            self._to_prepare.pop(one, None)
+        if cause is None:
+            self._arrivals += handed
+        else:
+            self._refused.append((handed, cause))
+        self._condition.notify_all()
 
     def _run(self) -> None:
         try:
@@ -272,12 +314,9 @@ class EngineThread:
             cause = _as_exception(error)
         with self._condition:
             self._stopped = cause
-            live = list(self._live.values())
-            for one in live:
-                self._forget(one, in_engine=False)
+            for one in list(self._live.values()):
+                self._fail(one, cause, in_engine=False)
             self._condition.notify_all()
-        for one in live:
-            one.sink.fail(one.request.request_id, cause)
         self._after_iteration([])
 
     def _take_work(self) -> list[_Handed] | None:
@@ -329,29 +368,27 @@ class EngineThread:
                 if one is None or one not in self._taken:
                     continue  # what ran was cancelled meanwhile; another one of the same id may wait already
                 self._started.add(one)
+                one.sink.put(output)
                 if output.finish_reason is not None:
                     self._forget(one, in_engine=False)
-            one.sink.put(output)
 
     def _is_live(self, handed: _Handed) -> bool:
         return self._live.get(handed.request.request_id) is handed
 
     def _fail(self, handed: _Handed, cause: Exception, *, in_engine: bool = True) -> None:
         with self._condition:
-            is_live = self._forget(handed, in_engine=in_engine)
-        if is_live:
-            handed.sink.fail(handed.request.request_id, cause)
+            if self._is_live(handed):
+                handed.sink.fail(handed.request.request_id, cause)
+                self._forget(handed, in_engine=in_engine)
 
-    def _forget(self, handed: _Handed, *, in_engine: bool) -> bool:
-        """Lets go of a request; `in_engine`: the engine is to do so as well, if it has it. Whether it was live."""
-        if not self._is_live(handed):
-            return False
+    def _forget(self, handed: _Handed, *, in_engine: bool) -> None:
+        """Lets go of a live request; `in_engine`: the engine is to do so as well, if it has it."""
         del self._live[handed.request.request_id]
         if in_engine and handed in self._taken:
             self._cancelled.append(handed.request.request_id)
-        for members in (self._taken, self._started, self._new, self._to_prepare):
+        for members in (self._taken, self._started, self._new):
             members.discard(handed)
-        return True
+        self._to_prepare.pop(handed, None)
 
     def _after_iteration(self, outputs: Sequence[RequestOutput]) -> None:
         try:

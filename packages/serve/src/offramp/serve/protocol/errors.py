@@ -86,13 +86,12 @@ def unknown_endpoint(path: str, known: str) -> ApiError:
 
 def queue_full(limit: int) -> ApiError:
     """429: as many requests as the engine takes are running or waiting."""
-    return ApiError(
-        429,
-        f"The server holds as many requests as it takes, {limit}; try again later.",
-        type="rate_limit_error",
-        code="queue_full",
-        headers={"Retry-After": "1"},
-    )
+    return busy(f"The server holds as many requests as it takes, {limit}; try again later.")
+
+
+def busy(message: str) -> ApiError:
+    """429: too many others are served; the same request may be answered later."""
+    return ApiError(429, message, type="rate_limit_error", code="queue_full", headers={"Retry-After": "1"})
 
 
 def engine_dead(cause: str) -> ApiError:

@@ -22,6 +22,7 @@ from offramp.serve.protocol.echo import Echo
 from offramp.serve.protocol.errors import (
     ApiError,
     bad_request,
+    busy,
     engine_dead,
     prompt_too_long,
     queue_full,
@@ -238,6 +239,8 @@ class OpenAIService:
             raise queue_full(self._thread.max_requests) from error
         except EngineStoppedError as error:
             raise engine_dead(str(error)) from error
+        except OfframpError as fault:
+            raise bad_request(str(fault), param=field_at_fault(fault, body)) from fault
         return reply
 
     def _error_of(self, cause: Exception, body: GenerationBody) -> ApiError:
@@ -245,7 +248,7 @@ class OpenAIService:
         if self._thread.failure is not None:  # it need not be this request that stopped it
             return engine_dead(str(cause) or type(cause).__name__)
         if isinstance(cause, QueueFullError):
-            return queue_full(self._thread.max_requests)
+            return busy(str(cause))
         if isinstance(cause, OfframpError):
             return bad_request(str(cause), param=field_at_fault(cause, body))
         return internal_error(cause)

@@ -135,10 +135,21 @@ class Constraints:
             OfframpError: it cannot be compiled.
         """
         if request.sampling.constraint is not None:
-            matcher = self._compiled(request.sampling.constraint)
-            with self._lookup:
-                if len(self._prepared) < _NUM_PREPARED:  # whatever is compiled in between, it is there at the start
-                    self._prepared[request] = matcher
+            self._reserve(request, self._compiled(request.sampling.constraint))
+
+    def prepare_known(self, request: Request) -> bool:
+        """Do what `prepare` does, but never compile, nor wait for others that do; whether it is done.
+
+        Raises:
+            OfframpError: it is known that the language cannot be compiled.
+        """
+        constraint = request.sampling.constraint
+        if constraint is None:
+            return True
+        found = self._find(constraint)
+        if isinstance(found, OfframpError):
+            raise OfframpError(str(found))
+        return found is not None and self._reserve(request, found)
 
     def start(self, request: Request) -> ConstraintState | None:
         """The state of a new request; None if it may say anything.
@@ -157,6 +168,13 @@ class Constraints:
         else:
             self._keep(constraint, matcher)  # others may come with the same
         return ConstraintState(matcher.deep_copy(), self._vocabulary, self._vocab_size, request.stop_ids)
+
+    def _reserve(self, request: Request, matcher: LLMatcher) -> bool:
+        """Keep a language for a request, whatever is compiled before it starts; whether there is room for that."""
+        with self._lookup:
+            if len(self._prepared) < _NUM_PREPARED:
+                self._prepared[request] = matcher
+            return request in self._prepared
 
     def _compiled(self, constraint: Constraint) -> LLMatcher:
         found = self._find(constraint)
@@ -211,7 +229,11 @@ class Constraints:
 
 
 def _fault_in_use(matcher: LLMatcher, tokenizer: LLTokenizer) -> str:
-    """What the library says of too much work while a beginning of some answer is said; empty if it says nothing."""
+    """What the library says of too much work while one answer begins; empty if it says nothing.
+
+    A sample: one of the many ways in, and a few tokens of it. A language may still be too much work on another way, or
+    further on; the request then fails in that iteration (`ConstraintState.fault`).
+    """
     trial = matcher.deep_copy()
     for _ in range(_NUM_TRIED):
         allowed = np.unpackbits(np.frombuffer(trial.compute_bitmask(), dtype=np.uint8), bitorder="little")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import logging
 import os
 import threading
@@ -122,14 +121,7 @@ def _job(context: Any, index: int, parameters: dict[str, Any]) -> Job:
     body = parameters.get("body", parameters.get("data"))
     if body is None and (parameters or str(headers.get("content-type", "")).startswith(_FORMS)):
         body = b""  # a form, which TorchServe takes apart and this API does not take
-    return Job(context.get_request_id(index), headers.get("url_path") or "", body if body is None else _octets(body))
-
-
-def _octets(body: object) -> bytes:
-    """The body's bytes; another front's configuration may have let TorchServe decode it already."""
-    if isinstance(body, (bytes, bytearray)):
-        return bytes(body)
-    return (body if isinstance(body, str) else json.dumps(body)).encode("utf-8", "surrogatepass")
+    return Job(context.get_request_id(index), headers.get("url_path") or "", body)
 
 
 def _set_head(context: Any, index: int, piece: Piece) -> None:

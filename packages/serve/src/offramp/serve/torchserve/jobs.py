@@ -8,13 +8,15 @@ engine iterates in its own thread. Rules of that loop which this module keeps, s
 - A job's first piece carries the status code. So a refusal is a whole answer in the call that first sees the job, and
   other jobs get no piece at all before their first iteration is over: a fault found by then has its own status as well.
   TorchServe keeps a job that it gets nothing for, and shows it again with its payload.
+- TorchServe looks whether a client is still there only when it gets a piece for it; a job whose client has left is just
+  missing from the next call. So no status is held back for long: the empty pieces after that show who leaves.
 - A first piece that is also the last leaves the client without a response head. So an answer in pieces has two or more.
-- TorchServe does not say that a client went away; the job is just missing from the next call.
 - When the last job goes, no call comes at all. So the engine's thread cancels after a lease (`EngineThread`).
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -22,7 +24,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from offramp.common.errors import OfframpError
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.errors import internal
 from offramp.serve.protocol.replies import EVENT_STREAM, JSON, Complete, Generation, encode
@@ -39,12 +40,13 @@ class Job:
     Attributes:
         id: TorchServe's id of it.
         path: What follows the model's version in the URL.
-        body: The request's body; None when there is no payload, as in all calls after a job's first piece.
+        body: The request's body, as bytes or as what TorchServe has made of them; None when there is no payload, as in
+            all calls after a job's first piece.
     """
 
     id: str
     path: str
-    body: bytes | None
+    body: object
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class Jobs:
             for job_id in [job_id for job_id in self._live if job_id not in ids]:
                 self._service.abandon(self._live.pop(job_id).reply)
             self._dead &= ids
+            self._thread.refuse_overdue(self._settings.compile_limit_s)
             answered: dict[str, Piece] = {}
             for job in jobs:
                 if job.id not in self._live:
@@ -130,7 +133,7 @@ class Jobs:
         try:
             if job.body is None and (job.id in self._dead or job.path.strip("/") in _GENERATING):
                 return self._without_payload(job.id)
-            reply = self._service.open(job.path, job.body or b"", job.id)
+            reply = self._service.open(job.path, _octets(job.body), job.id)
         except Exception as error:  # a fault of ours must not reach the other jobs
             _log_fault("A request could not be taken in", error)
             reply = Complete.of_error(internal(type(error).__name__))
@@ -157,14 +160,10 @@ class Jobs:
         request_ids, now = live.reply.request_ids, time.monotonic()
         if live.pieces or not self._thread.is_new(request_ids):
             return False
-        if not self._thread.is_unprepared(request_ids):
-            live.prepared = live.prepared or now
-            return now - live.prepared <= self._settings.first_wait_ms / 1000
-        limit_s = self._settings.prepare_wait_ms / 1000
-        if now - live.since > limit_s:
-            cause = f"the language asked for is not compiled after {limit_s:g} s; simplify it, or try again later."
-            self._thread.refuse(request_ids, OfframpError(cause))
-        return True
+        if self._thread.is_unprepared(request_ids):
+            return now - live.since <= self._settings.prepare_wait_ms / 1000
+        live.prepared = live.prepared or now
+        return now - live.prepared <= self._settings.first_wait_ms / 1000
 
     def _next_piece(self, job_id: str) -> Piece | None:
         live, headers = self._live[job_id], self._service.card.headers()
@@ -202,6 +201,15 @@ class Jobs:
         live = self._live.pop(job_id)
         self._service.abandon(live.reply)  # the others of several prompts, when one has failed
         self._on_finished(time.monotonic() - live.since)
+
+
+def _octets(body: object) -> bytes:
+    """The body's bytes; another front's configuration may have let TorchServe decode it already."""
+    if body is None:
+        return b""
+    if isinstance(body, (bytes, bytearray)):
+        return bytes(body)
+    return (body if isinstance(body, str) else json.dumps(body)).encode("utf-8", "surrogatepass")
 
 
 def _whole(reply: Complete, headers: dict[str, str]) -> Piece:

@@ -24,7 +24,9 @@ class HandlerSettings:
         first_wait_ms: Longest time for which an answer is held back, its status included, until the first iteration of
             its requests is over: a fault found by then has a status code of its own. Others do not wait.
         prepare_wait_ms: The same for what precedes the first iteration and may take seconds, the compiling of a
-            grammar. A request that is not ready by then is refused.
+            language. Then the answer begins without a word: only then is it noticed that the client goes away.
+        compile_limit_s: Longest time for which a language is compiled, in seconds, and before that longest wait for
+            those of others; the request is refused after it.
         lease_s: TorchServe stops calling when its last client has gone, so requests are cancelled after this many
             seconds without a call. Longer than the worst pause of the Java process.
         max_piece_bytes: Most bytes of one response handed over in one call; TorchServe kills the worker above its own
@@ -33,12 +35,13 @@ class HandlerSettings:
 
     wait_ms: float = 20.0
     first_wait_ms: float = 1000.0
-    prepare_wait_ms: float = 30_000.0
+    prepare_wait_ms: float = 2000.0
+    compile_limit_s: float = 30.0
     lease_s: float = 3.0
     max_piece_bytes: int = 1_000_000
 
     def __post_init__(self) -> None:
-        for name in ("wait_ms", "first_wait_ms", "prepare_wait_ms", "lease_s"):
+        for name in ("wait_ms", "first_wait_ms", "prepare_wait_ms", "compile_limit_s", "lease_s"):
             value = getattr(self, name)
             check_number(name, value)
             if not 0 <= value <= _LONGEST_WAIT:
