@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from offramp.common.errors import OfframpError
+from offramp.train import shared_directory
 
 
 class Fault(pl.Callback):
@@ -22,6 +23,13 @@ class Fault(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.rank in (-1, trainer.global_rank):
             raise OfframpError("the moon is full; wait.")
+
+
+class Haste(pl.Callback):
+    """Lets this process give up soon on a directory that is not shared."""
+
+    def __init__(self) -> None:
+        shared_directory.PATIENCE_S = 2.0
 
 
 class Death(pl.Callback):

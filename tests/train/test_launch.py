@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,14 +14,17 @@ import pytest
 import yaml
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities import rank_zero_only
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from helpers.nodes import LAUNCHERS, Variables, deepspeed, slurm_job, srun, torchrun
 from offramp.common.errors import OfframpError
+from offramp.train import shared_directory
 from offramp.train.cli import build
 from offramp.train.launch import LaunchEnvironment, cluster_environment, find_launch
-from offramp.train.lost_process import lost_process
+from offramp.train.lost_process import LostProcess, lost_process
 from offramp.train.pipeline.placement import Placement
 from offramp.train.recipe import parse_command_line
+from offramp.train.shared_directory import SharedDirectory
 
 MODEL = {"class_path": "helpers.probe.Probe"}
 DATA = {"tokenizer": "none", "batch_size": 1, "train": {"kind": "files", "path": "none.jsonl"}}
@@ -153,9 +158,21 @@ def test_other_processes_than_a_recipe_wants_are_one_sentence(
 
 def test_several_nodes_need_a_launcher(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     believe(monkeypatch, slurm_job(2, 1))
-    with pytest.raises(OfframpError, match="1 process on each of 2 nodes, but no launcher started this process"):
+    by_hand = {"NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4321"}
+    for name in by_hand:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        OfframpError,
+        match="1 process on each of 2 nodes, but no launcher started this process, and MASTER_ADDR, MASTER_PORT, "
+        "NODE_RANK are not set",
+    ):
         built("--trainer.num_nodes=2")
-    monkeypatch.setenv("NODE_RANK", "1")  # by hand
+    for name in by_hand:
+        with monkeypatch.context() as patch:
+            believe(patch, {other: value for other, value in by_hand.items() if other != name})
+            with pytest.raises(OfframpError, match=f"and {name} is not set"):
+                built("--trainer.num_nodes=2")
+    believe(monkeypatch, by_hand)
     assert built("--trainer.num_nodes=2").global_rank == 1
 
 
@@ -185,6 +202,71 @@ def test_ranks_lie_as_deepspeed_has_them_and_tensor_groups_on_one_node(
     assert re.search(words, placement.describe())
 
 
+def test_an_environment_of_the_recipe_comes_before_ours(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    believe(monkeypatch, torchrun(2, 2, 4321)[3])
+    theirs = "lightning.pytorch.plugins.environments.TorchElasticEnvironment"
+    trainer = built(f'--trainer.plugins=[{{"class_path": "{theirs}"}}]')
+    assert isinstance(getattr(trainer.strategy, "cluster_environment"), TorchElasticEnvironment)  # noqa: B009
+    assert (trainer.world_size, trainer.global_rank) == (4, 3)
+
+
+def test_parameters_that_stages_on_different_nodes_share_are_said() -> None:
+    shared = {"embed_tokens.weight": (0, 3), "norm.weight": (2, 3)}
+    words = Placement.of(4, 1, 2, 4).describe_shared(shared)
+    assert words is not None
+    assert words.startswith("stages on different nodes share embed_tokens.weight: sums of gradients go from node to")
+    assert Placement.of(4, 1, 1, 4).describe_shared(shared) is None
+    assert Placement.of(4, 1, 2, 4).describe_shared({"norm.weight": (2, 3)}) is None
+
+
+@pytest.mark.parametrize(("appears", "rank"), [(2, 1), (None, 1), (None, 0)])
+def test_a_directory_is_looked_at_again_until_the_file_is_seen(
+    appears: int | None, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, faults, folder = 0, [], tmp_path / "checkpoints"
+
+    def look(path: Path) -> list[str]:
+        nonlocal looks
+        looks += 1
+        if looks == appears:
+            folder.mkdir()
+            (folder / ".seen-by-all-0").touch()
+        raise FileNotFoundError(path)
+
+    assert shared_directory.PATIENCE_S > 60.0, "as long as NFS may remember"
+    monkeypatch.setattr(shared_directory, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(shared_directory.os, "listdir", look)
+    monkeypatch.setattr(SharedDirectory, "_agree", faults.append)
+    strategy = SimpleNamespace(broadcast=lambda name: ".seen-by-all-0")
+    trainer: Any = SimpleNamespace(
+        checkpoint_callback=SimpleNamespace(dirpath=str(folder)), num_nodes=2, strategy=strategy,
+        is_global_zero=rank == 0, global_rank=rank,
+    )  # fmt: skip
+    SharedDirectory().setup(trainer, pl.LightningModule(), "fit")
+    assert faults[0] is None
+    assert (faults[1] is None) == (rank == 0 or appears is not None)
+    if rank == 0:
+        assert looks == 0, "what is seen at once costs nothing"
+        assert not (folder / ".seen-by-all-0").exists()
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_alone_nobody_is_lost(several: bool) -> None:
+    assert (lost_process(RuntimeError("the kernel timed out"), 0, alone=not several) is not None) == several
+    assert lost_process(DistStoreError("Timed out after 2 seconds waiting for clients."), 0, alone=True) is not None
+
+
+def test_a_port_that_is_taken_is_no_lost_process() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(DistNetworkError) as raised:
+            TCPStore("127.0.0.1", taken.getsockname()[1], 2, is_master=True)
+    fault = lost_process(raised.value, 0, alone=True)
+    assert not isinstance(fault, LostProcess)
+    assert re.search(r"^rank 0 cannot let .*; another program has that port, choose another MASTER_PORT", str(fault))
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -195,7 +277,7 @@ def test_ranks_lie_as_deepspeed_has_them_and_tensor_groups_on_one_node(
     ],
 )
 def test_a_lost_process_is_told_from_other_faults(fault: Exception, words: str | None) -> None:
-    lost = lost_process(fault, 3)
+    lost = lost_process(fault, 3, alone=False)
     assert (lost is None) == (words is None)
     if lost is not None and words is not None:
         assert re.search(f"^rank 3 .*{words}", str(lost))

@@ -4,7 +4,9 @@ import math
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
+from offramp.train.priming import ExitPrimingModule
 from offramp.train.tracking.loss_curves import MOST_POINTS, Curve, draw
 
 
@@ -50,3 +52,21 @@ def test_a_picture_of_some_curves(tmp_path: Path) -> None:
     one, two = ((tmp_path / name).read_bytes() for name in ("one.png", "two.png"))
     assert one.startswith(b"\x89PNG")
     assert one != two
+
+
+def test_training_that_minimises_something_else_says_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+
+    def read(figure: Figure, *args: object, **kwargs: object) -> None:
+        (axis,) = figure.axes
+        labels.extend((axis.get_ylabel(), *axis.get_legend_handles_labels()[1]))
+
+    monkeypatch.setattr(Figure, "savefig", read)
+    curve = Curve()
+    curve.add(0, 1.0)
+    draw(tmp_path / "a.png", {"02": curve}, {"02": curve})
+    draw(tmp_path / "b.png", {"02": curve}, {"02": curve}, ExitPrimingModule.kind_of_losses)
+    assert labels == [
+        "cross-entropy (nats per token)", "exit 02, training", "exit 02, validation",
+        "nats per token", "exit 02, training (KL divergence from the full model)", "exit 02, validation",
+    ]  # fmt: skip

@@ -232,7 +232,8 @@ def test_when_a_node_dies_the_other_ends_and_says_so(victim: int, strategy: Any,
 @pytest.mark.slow
 def test_nodes_that_do_not_share_the_run_directory_are_refused(home: Path, tmp_path: Path) -> None:
     """The paths of the recipe are relative, and node 1 has a directory of its own."""
-    for path in ("model", recipe := written("apart", pipeline(pipe=2), logger=False)):
+    recipe = written("apart", pipeline(pipe=2), logger=False, callbacks=[{"class_path": "helpers.faults.Haste"}])
+    for path in ("model", recipe):
         (tmp_path / path).symlink_to(home / path)
     processes = [
         start_rank(["fit", "-c", recipe], log_of("apart", rank), one, where)

@@ -27,6 +27,7 @@ from offramp.train import training_checkpoint
 from offramp.train.checkpoint_io import WholeFileIO
 from offramp.train.cli import last_checkpoint
 from offramp.train.optim import OptimizerConfig
+from offramp.train.pipeline import checkpoints
 from offramp.train.random_state import random_state, set_random_state
 from offramp.train.training_checkpoint import FILES, RECORD_FILE, damage, describe, put_in_place, scratch_of
 
@@ -110,6 +111,42 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before_it(tmp_path: Path) 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(tmp_path) == ["a.ckpt"]
     assert damage(tmp_path / "a.ckpt") is None
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "kind", "words"),
+    [
+        (OSError("No space left"), None, OfframpError, "a.ckpt cannot be written: No space left; make room, and"),
+        (KeyError("weights"), None, KeyError, "^'weights'$"),
+        (
+            None,
+            ("KeyError: 'weights'", False),
+            OfframpError,
+            "a.ckpt cannot be written: rank 1 met KeyError: 'weights'; ",
+        ),
+        (None, ("No space left", True), OfframpError, "a.ckpt cannot be written: No space left; make room"),
+    ],
+)
+def test_all_ranks_stop_where_one_cannot_write(
+    own: Exception | None,
+    other: Any,
+    kind: type[Exception],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checkpoints, "_gathered", lambda mine: [mine, other or (None, False)])
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    scratch_of(tmp_path / "a.ckpt").mkdir()
+
+    def write() -> None:
+        with checkpoints._together(tmp_path / "a.ckpt"):
+            if own is not None:
+                raise own
+
+    with pytest.raises(kind, match=words):
+        write()
+    assert not os.listdir(tmp_path)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:

@@ -137,13 +137,18 @@ def run(stage: Stage, argv: Sequence[str]) -> int:
                 ) from fault
             if isinstance(fault, MisconfigurationException):
                 raise OfframpError(f"the configuration is refused: {' '.join(str(fault).split())}") from fault
-            if (lost := lost_process(fault, this_rank())) is not None:
+            if (lost := lost_process(fault, this_rank(), alone=_alone())) is not None:
                 raise lost from fault
             raise
         if torch.distributed.is_initialized():
             # Left to the interpreter's end, gloo's threads are now and then joined in an order that never returns.
             torch.distributed.destroy_process_group()
     return 0
+
+
+def _alone() -> bool:
+    """Whether this process is in touch with no other."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
 
 
 def _hush_libraries() -> None:
@@ -248,7 +253,8 @@ class RecipeCLI(LightningCLI):
         if self._environment is not None:
             given = self._get(self.config_init, "trainer.plugins") or []
             plugins = given if isinstance(given, list) else [given]
-            kwargs["plugins"] = [*plugins, self._environment]
+            if not any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):  # a recipe's own comes first
+                kwargs["plugins"] = [*plugins, self._environment]
         return super().instantiate_trainer(**kwargs)
 
     def resolved(self) -> dict[str, Any]:

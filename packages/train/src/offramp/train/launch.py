@@ -21,6 +21,9 @@ from offramp.common.errors import OfframpError
 
 TORCHRUN, DEEPSPEED, SRUN = "torchrun", "the deepspeed launcher", "srun"
 
+BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+"""Variables without which processes that no launcher started do not find those of other nodes."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -168,10 +171,12 @@ def check_launch(trainer: pl.Trainer, launch: Launch | None) -> None:
             "leave trainer.num_nodes and trainer.devices out of the recipe, or start as many."
         )
     by_hand = isinstance(getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment)
-    if launch is None and by_hand and trainer.num_nodes > 1 and "NODE_RANK" not in os.environ:
+    missing = [name for name in BY_HAND if name not in os.environ]
+    if launch is None and by_hand and trainer.num_nodes > 1 and missing:
         raise OfframpError(
-            f"the recipe wants {_each(*wanted)}, but no launcher started this process, and one process cannot start "
-            "another on another node; start it on all of them with torchrun, deepspeed or srun."
+            f"the recipe wants {_each(*wanted)}, but no launcher started this process, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; start it on all of them with torchrun, deepspeed or "
+            f"srun, or by hand with {', '.join(BY_HAND)}."
         )
 
 

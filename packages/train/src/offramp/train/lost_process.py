@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from offramp.common.errors import OfframpError
 
+_TAKEN = ("failed to listen", "failed to bind", "eaddrinuse", "address already in use")
 _SLOW = ("timed out", "timeout")
 _ENDED = ("connection closed", "connection reset", "broken pipe", "connection refused", "remote process exited")
 
@@ -24,13 +25,21 @@ def ended(fault: BaseException) -> bool:
     return isinstance(fault, RuntimeError) and any(word in str(fault).lower() for word in _ENDED)
 
 
-def lost_process(fault: BaseException, rank: int) -> LostProcess | None:
+def lost_process(fault: BaseException, rank: int, *, alone: bool) -> OfframpError | None:
     """The sentence for a fault that comes from another process, met outside of what the pipeline watches itself.
 
     Args:
         fault: anything.
         rank: of this process.
+        alone: it is in touch with no other, so that only meeting them can fail.
     """
+    if alone and not isinstance(fault, DistError):
+        return None
+    if isinstance(fault, DistNetworkError) and any(word in str(fault).lower() for word in _TAKEN):
+        return OfframpError(
+            f"rank {rank} cannot let the others meet it: {_first_line(fault)}; another program has that port, choose "
+            "another MASTER_PORT (--master-port) on all nodes."
+        )
     if isinstance(fault, DistStoreError | DistNetworkError) and not ended(fault):
         return LostProcess(
             f"rank {rank} waited in vain for all processes to come: {_first_line(fault)}; see whether every node was "

@@ -83,7 +83,10 @@ class MultiExitModule(pl.LightningModule):
 
     Attributes:
         losses_of_step: losses of the last step by name, such as `loss_exit_06`, over all ranks.
+        kind_of_losses: what they are, in nats per token; those of validation are cross-entropies whatever is trained.
     """
+
+    kind_of_losses = "cross-entropy"
 
     def __init__(
         self,

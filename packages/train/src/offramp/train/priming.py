@@ -127,6 +127,8 @@ class ExitPrimingModule(MultiExitModule):
         optimizer: learning rates, weight decay and schedule.
     """
 
+    kind_of_losses = "KL divergence from the full model"
+
     def __init__(
         self,
         checkpoint: str,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from typing_extensions import override
 
 from offramp.common.errors import OfframpError
 
-PATIENCE_S = 10.0
-"""How long a new file may take to be seen on another node; network file systems remember what they saw last."""
+PATIENCE_S = 90.0
+"""How long a new file may take to be seen on another node; NFS remembers for up to a minute what it saw last."""
 
 
 class SharedDirectory(pl.Callback):
@@ -47,6 +49,8 @@ class SharedDirectory(pl.Callback):
         self._agree(fault)
         deadline = time.monotonic() + PATIENCE_S
         while not (seen := file.is_file()) and time.monotonic() < deadline:
+            with suppress(OSError):  # it may not be there at all
+                os.listdir(path)  # which lets some file systems look again, as asking for one file does not
             time.sleep(0.1)
         try:
             self._agree(

@@ -273,18 +273,27 @@ def _link(optimizer: Any) -> None:
 @contextmanager
 def _together(path: Path) -> Iterator[None]:
     """A fault on one rank becomes one on all of them: otherwise the others would wait for it."""
-    reason = None
+    fault, reason = None, None
     try:
         yield
-    except OSError as fault:
-        reason = str(fault)
-    except Exception as fault:
-        reason = f"{type(fault).__name__}: {fault}"
-    reasons = [reason for reason in _gathered(reason) if reason is not None]
-    if reasons:
-        if torch.distributed.get_rank() == 0:
-            shutil.rmtree(scratch_of(path), ignore_errors=True)
-        raise cannot_write(path, reasons[0])
+    except OSError as error:
+        fault, reason = error, str(error)
+    except Exception as error:
+        fault, reason = error, f"{type(error).__name__}: {error}"
+    faults = [(rank, *one) for rank, one in enumerate(_gathered((reason, isinstance(fault, OSError)))) if one[0]]
+    if not faults:
+        return
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(scratch_of(path), ignore_errors=True)
+    if fault is not None and not isinstance(fault, OSError):
+        raise fault
+    rank, reason, of_system = faults[0]
+    if of_system:
+        raise cannot_write(path, reason) from fault
+    raise OfframpError(
+        f"{path} cannot be written: rank {rank} met {reason}; see its message, and resume from the checkpoint before "
+        "it, which is as it was."
+    ) from fault
 
 
 def _gathered(value: Any) -> list[Any]:

@@ -10,6 +10,7 @@ Legend: S stages.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from offramp.train.pipeline.stages import replicas
@@ -75,6 +76,28 @@ class Placement:
             pairs = ", ".join(f"{stage} and {stage + 1}" for stage in cut)
             crossing.append(f"states and gradients between stages {pairs}")
         return f"{stages}; from node to node go {' and '.join(crossing) or 'only sums of norms and losses'}"
+
+    def describe_shared(self, shared: Mapping[str, Iterable[int]]) -> str | None:
+        """What goes from node to node for parameters that several stages hold, for people; None if nothing does.
+
+        Args:
+            shared: trained parameters, by name, with the stages that hold them.
+        """
+        crossing = [name for name, holders in shared.items() if self._lie_apart(tuple(holders))]
+        if not crossing:
+            return None
+        return (
+            f"stages on different nodes share {', '.join(crossing)}: sums of gradients go from node to node at every "
+            "step for this too"
+        )
+
+    def _lie_apart(self, stages: tuple[int, ...]) -> bool:
+        """Whether ranks of these stages that hold the same part of the same replica lie on different nodes."""
+        return any(
+            len({self.rank(stage, replica, part) // self.per_node for stage in stages}) > 1
+            for replica in range(self.replicas)
+            for part in range(self.tensor)
+        )
 
     def _crosses(self, stage: int) -> bool:
         """Whether some rank of a stage has its counterpart of the next one on another node."""

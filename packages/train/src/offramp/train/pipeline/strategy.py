@@ -205,6 +205,9 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         if self.is_global_zero:
             self.stage_report = self._describe(plan, model)
             rank_zero_info(self.stage_report.text)
+        shared = {name: holders for name, holders in plan.shared.items() if model.get_parameter(name).requires_grad}
+        if self.num_nodes > 1 and (crossing := self.placement.describe_shared(shared)) is not None:
+            rank_zero_info(crossing)
         self.schedule = self._filled(plan, model)
         return StageModule(model, plan, self.tensor, self.checkpoint_activations)
 

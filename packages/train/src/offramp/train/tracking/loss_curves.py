@@ -18,6 +18,7 @@ FILE = "loss_per_exit.png"
 MOST_POINTS = 1000
 """Of a curve, so that drawing takes as long after a million steps as after a thousand."""
 
+CROSS_ENTROPY = "cross-entropy"
 _LOSS = "loss_exit_"
 
 
@@ -121,17 +122,19 @@ class LossCurves(pl.Callback):
 
     def _draw(self, trainer: pl.Trainer) -> None:
         self._is_drawn = True
+        kind = getattr(trainer.lightning_module, "kind_of_losses", CROSS_ENTROPY)
         if trainer.is_global_zero and (self.train or self.validation):
-            record_file(trainer, FILE, lambda path: draw(path, self.train, self.validation))
+            record_file(trainer, FILE, lambda path: draw(path, self.train, self.validation, kind))
 
 
-def draw(path: Path, train: Mapping[str, Curve], validation: Mapping[str, Curve]) -> None:
+def draw(path: Path, train: Mapping[str, Curve], validation: Mapping[str, Curve], kind: str = CROSS_ENTROPY) -> None:
     """Write a PNG: one colour for each exit, a thin line for training and a thick one with marks for validation.
 
     Args:
         path: of the file.
         train: exit -> losses of training steps.
-        validation: exit -> losses on validation data.
+        validation: exit -> losses on validation data, which are cross-entropies.
+        kind: of losses of training steps.
     """
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -141,17 +144,18 @@ def draw(path: Path, train: Mapping[str, Curve], validation: Mapping[str, Curve]
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     exits = sorted({*train, *validation})
+    of_kind = "" if kind == CROSS_ENTROPY else f" ({kind})"
     for number, name in enumerate(exits):
         colour = colormaps["viridis"](0.92 * (1.0 - number / max(len(exits) - 1, 1)))
         if name in train:
             steps, losses = zip(*train[name].points, strict=True) if train[name].points else ((), ())
-            axis.plot(steps, losses, color=colour, linewidth=0.8, alpha=0.6, label=f"exit {name}, training")
+            axis.plot(steps, losses, color=colour, linewidth=0.8, alpha=0.6, label=f"exit {name}, training{of_kind}")
         if name in validation:
             steps, losses = zip(*validation[name].points, strict=True) if validation[name].points else ((), ())
             mark = "o" if len(steps) <= 50 else ""
             axis.plot(steps, losses, color=colour, linewidth=1.8, marker=mark, label=f"exit {name}, validation")
     axis.set_xlabel("optimizer step")
-    axis.set_ylabel("cross-entropy (nats per token)")
+    axis.set_ylabel("nats per token" if of_kind else f"{CROSS_ENTROPY} (nats per token)")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8)
     figure.savefig(path, dpi=110, format="png")
