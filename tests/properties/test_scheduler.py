@@ -153,7 +153,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), fail=st.booleans(), crash=st.integers(0, 3).map(lambda number: number == 0))
     def iterate_and_end_some_meanwhile(self, data: st.DataObject, fail: bool, crash: bool) -> None:
         output = self.schedule()
-        # A crash is a model that could not be run: nothing was copied or written.
+        # A crash is a model that could not be run: nothing was copied or written. Before that an engine has forgotten
+        # what it kept of the preempted.
+        for request_id in output.preempted if crash else ():
+            self.runner.forget(request_id)
         results = {} if crash else self.runner.run(output)
         for request in data.draw(st.lists(st.sampled_from(self.requests), max_size=2)):
             self.end_one(request, fail)
