@@ -249,7 +249,7 @@ def test_nodes_that_do_not_share_the_run_directory_are_refused(home: Path, tmp_p
 @pytest.mark.slow
 @pytest.mark.skipif(
     os.environ.get("OFFRAMP_TEST_NETWORKS") != "1",
-    reason="starting up in two bare network namespaces now and then takes longer than the minute that it is given here, "
+    reason="starting up in two bare network namespaces now and then takes longer than the minute it is given, "
     "for a reason not yet found; OFFRAMP_TEST_NETWORKS=1 runs it",
 )
 def test_two_networks_train_until_the_cable_is_cut(home: Path, expected: Path) -> None:
