@@ -133,7 +133,7 @@ class Pipeline:
     """One of the two pipelines: this process's stage of it, with a watch at everything that it does."""
 
     def __init__(self, setting: Setting, layers: tuple[int, ...]) -> None:
-        from offramp.train.pipeline.engine import make_engine
+        from offramp.train.pipeline.engine import deepspeed_config, make_engine
         from offramp.train.pipeline.stage_module import StageModule
 
         estimator = setting.estimator(layers)
@@ -141,13 +141,7 @@ class Pipeline:
         self.module = StageModule(estimator.model, estimator.plan)
         self.engine = engine = make_engine(
             self.module,
-            {
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": 1,
-                "zero_optimization": {"stage": 0},
-                "zero_allow_untested_optimizer": True,
-                "steps_per_print": None,
-            },
+            deepspeed_config(),
             torch.optim.AdamW(self.module.parameters(), lr=1e-5),
         )
         engine.objective = Objective({**dict.fromkeys(layers, 0.3), setting.depth: 1.0})

@@ -243,7 +243,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
     Args:
         cases: number of stages, and what to train on them.
     """
-    from offramp.train.pipeline.engine import EarlyExitPipelineEngine, make_engine
+    from offramp.train.pipeline.engine import EarlyExitPipelineEngine, deepspeed_config, make_engine
     from offramp.train.pipeline.loss_scale import LossScale
     from offramp.train.pipeline.stage_module import StageModule
 
@@ -260,16 +260,8 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
         model = case.model()
         plan = plan_stages(model.config, model.exit_config, num_stages, case.bounds, exit_placement=case.exit_placement)
         module = StageModule(model, plan, case.tensor, case.checkpoint_activations)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": case.zero_stage},
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": case.clip,
-            "steps_per_print": None,
-        }
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.0)
-        engine = make_engine(module, config, optimizer)
+        engine = make_engine(module, deepspeed_config(case.zero_stage, case.clip), optimizer)
         engine.objective = case.run_objective().at(case.step)
         gradients: dict[str, Tensor] = {}
 

@@ -13,57 +13,39 @@ Variables = dict[str, str]
 
 
 def torchrun(nodes: int, per_node: int, port: int) -> list[Variables]:
-    return [
-        {
-            "TORCHELASTIC_RUN_ID": "none",
-            # True where torchrun keeps the store in which processes meet.
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "RANK": str(node * per_node + local),
-            "LOCAL_RANK": str(local),
-            "GROUP_RANK": str(node),
-            "WORLD_SIZE": str(nodes * per_node),
-            "LOCAL_WORLD_SIZE": str(per_node),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        for node in range(nodes)
-        for local in range(per_node)
-    ]
+    common = {
+        "TORCHELASTIC_RUN_ID": "none",
+        # True where torchrun keeps the store in which processes meet.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "WORLD_SIZE": str(nodes * per_node),
+        "LOCAL_WORLD_SIZE": str(per_node),
+    }
+    return _each(nodes, per_node, port, common, ("RANK", "LOCAL_RANK", "GROUP_RANK"))
 
 
 def deepspeed(nodes: int, per_node: int, port: int) -> list[Variables]:
-    return [
-        {
-            "RANK": str(node * per_node + local),
-            "LOCAL_RANK": str(local),
-            "CROSS_RANK": str(node),
-            "CROSS_SIZE": str(nodes),
-            "WORLD_SIZE": str(nodes * per_node),
-            "LOCAL_SIZE": str(per_node),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        for node in range(nodes)
-        for local in range(per_node)
-    ]
+    common = {"CROSS_SIZE": str(nodes), "WORLD_SIZE": str(nodes * per_node), "LOCAL_SIZE": str(per_node)}
+    return _each(nodes, per_node, port, common, ("RANK", "LOCAL_RANK", "CROSS_RANK"))
 
 
 def srun(nodes: int, per_node: int, port: int) -> list[Variables]:
     """Of a step that is the whole job. Its nodes are this machine under other names, so the address is given."""
+    common = {
+        **slurm_job(nodes, per_node),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": f"node[1-{nodes}]",
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_NUM_TASKS": str(nodes * per_node),
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})",
+    }
+    return _each(nodes, per_node, port, common, ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
+
+
+def _each(nodes: int, per_node: int, port: int, common: Variables, names: tuple[str, str, str]) -> list[Variables]:
+    """For each process what all are told, and under these names its rank, its rank on its node, and its node."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
-        {
-            **slurm_job(nodes, per_node),
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NODELIST": f"node[1-{nodes}]",
-            "SLURM_STEP_NUM_NODES": str(nodes),
-            "SLURM_STEP_NUM_TASKS": str(nodes * per_node),
-            "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})",
-            "SLURM_PROCID": str(node * per_node + local),
-            "SLURM_LOCALID": str(local),
-            "SLURM_NODEID": str(node),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        common | meeting | dict(zip(names, map(str, (node * per_node + local, local, node)), strict=True))
         for node in range(nodes)
         for local in range(per_node)
     ]

@@ -39,7 +39,7 @@ class LiveLogits(LiveBytes):
 
 def peaks(cases: list[tuple[int, ...]]) -> list[Peaks]:
     """In each process: of its stage, for each choice of exits."""
-    from offramp.train.pipeline.engine import make_engine
+    from offramp.train.pipeline.engine import deepspeed_config, make_engine
     from offramp.train.pipeline.stage_module import StageModule
 
     # isort: split
@@ -64,14 +64,7 @@ def peaks(cases: list[tuple[int, ...]]) -> list[Peaks]:
         shape = MicroBatchShape(ROWS, TIME)
         estimator = Estimator(plan, model, shape, estimated(model.config, exits, shape, 1e12, ""), MICRO_BATCHES)
         module = StageModule(model, plan)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": 0},
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": None,
-        }
-        engine = make_engine(module, config, torch.optim.SGD(module.parameters(), lr=0.0))
+        engine = make_engine(module, deepspeed_config(), torch.optim.SGD(module.parameters(), lr=0.0))
         engine.objective = Objective({**dict.fromkeys(layers, 0.3), LAYERS: 1.0})
         ids = torch.arange(MICRO_BATCHES * ROWS * TIME).view(-1, TIME) * 7 % V
         batch = MicroBatch(TokenBatch(ids, ids, torch.zeros_like(ids)))

@@ -47,7 +47,7 @@ class Span(NamedTuple):
 
 def recorded(case: Case) -> list[Span]:
     """In each process: all this stage runs in one step."""
-    from offramp.train.pipeline.engine import make_engine
+    from offramp.train.pipeline.engine import deepspeed_config, make_engine
     from offramp.train.pipeline.stage_module import StageModule
 
     # isort: split
@@ -60,14 +60,7 @@ def recorded(case: Case) -> list[Span]:
     deepspeed.init_distributed("gloo", verbose=False)
     model = case.model()
     module = StageModule(model, plan_stages(model.config, model.exit_config, 2, case.bounds))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 0},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": None,
-    }
-    engine = make_engine(module, config, torch.optim.SGD(module.parameters(), lr=0.0))
+    engine = make_engine(module, deepspeed_config(), torch.optim.SGD(module.parameters(), lr=0.0))
     engine.objective = case.run_objective().at(0)
     spans: list[Span] = []
 

@@ -184,6 +184,7 @@ def test_options_that_make_no_sense(
         (["--engine", "deep_quorum=abc"], "deep_quorum 'abc' must be a number from 0"),
         (["--engine", "deep_quorum=0.5,2"], "deep_quorum 2 must be a number from 0"),
         (["--engine", "deep_quorum=0.5", "--sync-policy", "all"], "deep_quorum 0.5 needs sync policy 'regroup'"),
+        (["--engine", "quantization=int8,int2"], "'int2'"),
         (["--engine", "max_parked_iterations=100000"], "max_parked_iterations 100000 must be in 1..256"),
         (["--engine", "max_model_len=100000"], "max_model_len 100000 is more than the 256 tokens the model takes"),
         (["--engine", 'quantile={"a":1}'], "quantile {'a': 1} must be a number"),
@@ -204,6 +205,14 @@ def test_a_value_that_cannot_be_is_told_before_anything_is_measured(
     assert captured.err.startswith("offramp: error: ")
     assert captured.err.count("\n") == 1
     assert not captured.out
+
+
+def test_a_value_that_means_nothing_without_exits_is_checked_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = tiny_checkpoint(tmp_path / "model", ExitConfig(()))
+    assert main(["bench", "engine", str(plain), "--batch", "2", "--engine", "deep_quorum=abc"]) == 1
+    assert "deep_quorum 'abc' must be a number from 0" in capsys.readouterr().err
 
 
 def test_a_value_that_does_not_go_with_another_is_a_note(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

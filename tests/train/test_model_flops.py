@@ -11,11 +11,12 @@ from helpers.fitting import make_batch
 from helpers.tiny import tiny_model
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
-from offramp.train.device_peaks import known_flops, peak_flops, peak_memory_bytes
+from offramp.train.device_peaks import known_flops, peak_flops
 from offramp.train.freezing import freeze_parameters
 from offramp.train.losses import ExitLosses, ExitSums, MicroBatch, Objective, exit_reader
 from offramp.train.model_flops import ModelFlops
 from offramp.train.module import MultiExitModule
+from offramp.train.step_meter import peak_memory_bytes
 
 LENGTH, PROMPT = 40, 8
 

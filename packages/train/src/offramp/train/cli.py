@@ -274,7 +274,7 @@ def build(arguments: RecipeArguments) -> RecipeCLI:
     with explained(recipe):
         cli = RecipeCLI(recipe, cluster_environment(launch, os.environ))
     trainer = cli.trainer
-    check_launch(trainer, launch)
+    check_launch(trainer, launch, os.environ)
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # and not one that the recipe names
         trainer.strategy.checkpoint_io = WholeFileIO()
     for callback in cast("list[pl.Callback]", trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]

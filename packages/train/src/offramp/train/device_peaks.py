@@ -1,11 +1,12 @@
-"""What a device can do at most, and how much memory a process has used on it at most."""
+"""How many floating-point operations a second a device can do at most, as its maker says.
+
+Lightning has such a table too; it does not know every name that a driver gives (`NVIDIA H200`), and some of its figures
+are those of sparse matrices.
+"""
 
 from __future__ import annotations
 
 import re
-import resource
-import sys
-from pathlib import Path
 
 import torch
 
@@ -47,15 +48,3 @@ def known_flops(name: str, precision: str) -> float | None:
             faster = tf32 if torch.get_float32_matmul_precision() != "highest" else None
             return (faster or single) * 1e12
     return None
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes in use since this process began: tensors on CUDA, otherwise the process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        # The other number starts with what the launching process had.
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        return 1024 * int(status.partition("VmHWM:")[2].split(maxsplit=1)[0])
-    except (OSError, ValueError, IndexError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

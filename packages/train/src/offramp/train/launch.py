@@ -7,7 +7,6 @@ another process. Without a launcher Lightning starts the processes of this machi
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -158,7 +157,7 @@ def with_launch(trainer: Mapping[str, Any], launch: Launch | None) -> dict[str, 
     return settings
 
 
-def check_launch(trainer: pl.Trainer, launch: Launch | None) -> None:
+def check_launch(trainer: pl.Trainer, launch: Launch | None, environment: Mapping[str, str]) -> None:
     """Compares what a trainer wants with what was started; otherwise processes would wait for some that never come.
 
     Raises:
@@ -171,7 +170,7 @@ def check_launch(trainer: pl.Trainer, launch: Launch | None) -> None:
             "leave trainer.num_nodes and trainer.devices out of the recipe, or start as many."
         )
     by_hand = isinstance(getattr(trainer.strategy, "cluster_environment", None), LightningEnvironment)
-    missing = [name for name in BY_HAND if name not in os.environ]
+    missing = [name for name in BY_HAND if name not in environment]
     if launch is None and by_hand and trainer.num_nodes > 1 and missing:
         raise OfframpError(
             f"the recipe wants {_each(*wanted)}, but no launcher started this process, and {', '.join(missing)} "

@@ -48,7 +48,7 @@ def lost_process(fault: BaseException, rank: int, *, alone: bool) -> OfframpErro
     if timed_out(fault):
         return LostProcess(
             f"rank {rank} waited in vain for another process: {_first_line(fault)}; see what that process is doing, "
-            "and go on with --ckpt_path=last."
+            "or give it more time (timeout_minutes of deepspeed_pipeline), and go on with --ckpt_path=last."
         )
     if ended(fault):
         return LostProcess(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +32,7 @@ from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.agreement import NOT_ASKED
 from offramp.train.data.batch import TokenBatch
 from offramp.train.data.loader import BatchLoader
-from offramp.train.device_peaks import peak_flops, peak_memory_bytes
+from offramp.train.device_peaks import peak_flops as known_peak
 from offramp.train.exit_weights import WeightRule
 from offramp.train.fill_aware import check_probabilities, draw_exit_depths
 from offramp.train.freezing import BACKBONE, freeze_parameters, untrained
@@ -46,6 +45,7 @@ from offramp.train.objective import ObjectiveConfig, RunObjective
 from offramp.train.optim import OptimizerConfig, make_optimizer
 from offramp.train.pipeline.registration import register_strategy
 from offramp.train.random_state import RandomStates
+from offramp.train.step_meter import StepMeter
 from offramp.train.training_record import RECORD, make_record, plain
 
 register_strategy()
@@ -126,9 +126,8 @@ class MultiExitModule(pl.LightningModule):
         self.stages: nn.Module | None = None
         self._source: Checkpoint | None = None
         self._run_objective: RunObjective | None = None
-        self._flops: ModelFlops | None = None
+        self._meter: StepMeter | None = None
         self._evaluated: ExitSums | None = None
-        self._last_step_at: float | None = None
 
     # ---- the model
 
@@ -149,7 +148,10 @@ class MultiExitModule(pl.LightningModule):
         freeze_parameters(model, [*self.freeze_patterns, *backbone, *untrained(model, widest)])
         if self.lora is not None:
             add_lora(model, self.lora, widest.deepest, self.seed)
-        self._flops = ModelFlops.of(model)
+        device, peak = self.trainer.strategy.root_device, self.peak_tflops
+        peak_flops = known_peak(device, str(self.trainer.precision)) if peak is None else 1e12 * peak
+        ranks = self.trainer.world_size
+        self._meter = StepMeter(ModelFlops.of(model), device, peak_flops, self.trainer.global_rank, ranks)
         if self.compile_layers:
             compiler = os.environ.get("CXX", "g++")
             if self.trainer.strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
@@ -326,15 +328,10 @@ class MultiExitModule(pl.LightningModule):
             length: T, positions of a row.
             grad_norm: before clipping.
         """
-        now, before = time.perf_counter(), self._last_step_at
-        elapsed = 0.0 if before is None else now - before
-        self._last_step_at = now
-        ranks, device = self.trainer.world_size, self.trainer.strategy.root_device
-        memory = [0.0] * ranks
-        memory[self.trainer.global_rank] = float(peak_memory_bytes(device))
-        own = sums.values.new_tensor([*memory, positions, elapsed])
+        meter = self._meter
+        assert meter is not None, "the model is loaded by configure_model"
+        own = sums.values.new_tensor(meter.measure(positions))
         packed = self.sum_over_ranks(torch.cat((sums.values.flatten(), own)))  # one message for all of it
-        *memory, positions, seconds = packed[-len(own) :].tolist()
         sums = ExitSums(sums.layers, packed.device, packed[: -len(own)].view_as(sums.values))
         objective = self.objective
         metrics = {f"train/{name}": value for name, value in sums.report(objective).items()}
@@ -342,9 +339,9 @@ class MultiExitModule(pl.LightningModule):
         metrics["train/lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
         if grad_norm is not None:
             metrics["train/grad_norm"] = grad_norm
-        metrics |= {f"train/memory_gib_rank_{rank:02d}": size / 2**30 for rank, size in enumerate(memory)}
-        if before is not None:  # nothing is known about the first step after a pause
-            metrics |= self._speed(sums, positions, length, seconds / ranks)
+        trained = dict(zip(sums.layers, sums.values[4].tolist(), strict=True))
+        measured = meter.metrics(packed[-len(own) :].tolist(), length, max(objective.trained_layers), trained)
+        metrics |= {f"train/{name}": value for name, value in measured.items()}
         self.losses_of_step = {
             name.removeprefix("train/"): value for name, value in metrics.items() if name.startswith("train/loss")
         }
@@ -352,23 +349,6 @@ class MultiExitModule(pl.LightningModule):
         loss = metrics.pop("train/loss")
         self.log("train/loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
         self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
-
-    def _speed(self, sums: ExitSums, positions: float, length: int, seconds: float) -> dict[str, float]:
-        """Metrics of a step that took so long, by everyone's sums and positions."""
-        assert self._flops is not None
-        trained = dict(zip(sums.layers, sums.values[4].tolist(), strict=True))
-        speed = self._flops.of_step(positions, length, max(self.objective.trained_layers), trained) / seconds
-        metrics = {
-            "train/step_seconds": seconds,
-            "train/tokens_per_second": positions / seconds,
-            "train/model_tflops_per_second": speed / 1e12,
-        }
-        peak = peak_flops(self.trainer.strategy.root_device, str(self.trainer.precision))
-        if self.peak_tflops is not None:
-            peak = 1e12 * self.peak_tflops
-        if peak is not None:
-            metrics["train/mfu"] = speed / (peak * self.trainer.world_size)
-        return metrics
 
     def watch_step(self, grad_norm: float, *, scaled: bool) -> bool:
         """Whether the step that was logged last has finite losses and gradients; see `NonfiniteGuard.watch`.
@@ -428,7 +408,8 @@ class MultiExitModule(pl.LightningModule):
 
     def _start_evaluation(self) -> None:
         self._evaluated = None
-        self._last_step_at = None
+        if self._meter is not None:
+            self._meter.pause()
 
     def _end_evaluation(self, prefix: str) -> None:
         objective = self.run_objective.evaluated

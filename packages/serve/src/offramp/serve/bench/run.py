@@ -18,7 +18,7 @@ from offramp.serve.bench.contestants import Contestant
 from offramp.serve.bench.engine_contestant import EngineShelf
 from offramp.serve.bench.measure import Measured, Note, compare
 from offramp.serve.bench.peer import Peer
-from offramp.serve.bench.plan import Choices, Experiment, PlanName, Variant, Workload, full_plan, quick_plan
+from offramp.serve.bench.plan import Choices, Experiment, PlanName, Variant, Workload, fields, full_plan, quick_plan
 from offramp.serve.bench.prompts import PromptLines, Prompts, RandomTokens, read_prompts
 from offramp.serve.bench.quality import Answers, Quality, References
 from offramp.serve.bench.transformers_contestant import Transformers
@@ -76,9 +76,9 @@ class Bench:
             has_shortlist=policy is not None and policy.shortlist is not None,
         )
         self.experiments = quick_plan(choices) if plan == "quick" else full_plan(choices)
-        self._check(checkpoint)
+        self._check(checkpoint, choices)
 
-    def _check(self, checkpoint: Checkpoint) -> None:
+    def _check(self, checkpoint: Checkpoint, choices: Choices) -> None:
         """Raise `OfframpError` for a choice with which no variant can be; where only some cannot, that is a note."""
         possible: set[str] = set()
         faults: dict[str, OfframpError] = {}
@@ -94,6 +94,13 @@ class Bench:
         for choice, fault in faults.items():
             if choice not in possible:
                 raise fault
+        # A plan leaves out what means nothing for it, and values that it does not come to; they can be wrong too.
+        shelf = EngineShelf(self._path, self._exits, self.experiments[0].workloads)
+        for name, values in choices.engine.items():
+            for value in values:
+                variant = Variant(fields(**{name: value}))
+                if not possible.issuperset(variant.choices):
+                    shelf.check(variant, checkpoint)
 
     def _read_references(self, choices: Choices) -> References | None:
         path = self._settings.references

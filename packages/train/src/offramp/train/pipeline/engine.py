@@ -369,6 +369,28 @@ class EarlyExitPipelineEngine(PipelineEngine):
         return torch.autocast(self.device.type, self.autocast_dtype)
 
 
+def deepspeed_config(zero_stage: int = 0, gradient_clipping: float = 0.0) -> dict[str, Any]:
+    """What DeepSpeed is left to do of a step.
+
+    Args:
+        zero_stage: 0, or 1 for optimizer states in parts.
+        gradient_clipping: largest norm of all gradients together; 0 leaves them as they are.
+    """
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # it only checks and reports it
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": gradient_clipping,
+        "zero_optimization": {
+            "stage": zero_stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": 5_000_000,
+            "allgather_bucket_size": 5_000_000,
+        },
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+    }
+
+
 def make_engine(
     module: StageModule, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
 ) -> EarlyExitPipelineEngine:
@@ -376,7 +398,7 @@ def make_engine(
 
     Args:
         module: this rank's stage.
-        config: a DeepSpeed configuration.
+        config: see `deepspeed_config`.
         optimizer: over the stage's trainable parameters; None to evaluate only.
     """
     grid = module.mpu()

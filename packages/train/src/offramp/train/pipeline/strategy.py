@@ -38,7 +38,7 @@ from offramp.train.losses import ExitSums, MicroBatch, Objective
 from offramp.train.module import MultiExitModule
 from offramp.train.pipeline import checkpoints
 from offramp.train.pipeline.costs import MicroBatchShape
-from offramp.train.pipeline.engine import EarlyExitPipelineEngine, make_engine
+from offramp.train.pipeline.engine import EarlyExitPipelineEngine, deepspeed_config, make_engine
 from offramp.train.pipeline.estimate import Estimator
 from offramp.train.pipeline.filling import FillSettings, arrange
 from offramp.train.pipeline.loss_scale import LossScale
@@ -113,20 +113,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             )
         if zero_stage not in (0, 1):
             raise OfframpError(f"zero_stage is {zero_stage}; pipeline parallelism allows 0 and 1.")
-        config = {
-            "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only checks and reports it
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": {
-                "stage": zero_stage,
-                "overlap_comm": False,
-                "reduce_bucket_size": 5_000_000,
-                "allgather_bucket_size": 5_000_000,
-            },
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": None,
-        }
         super().__init__(
-            config=config,
+            config=deepspeed_config(zero_stage),
             logging_level=40,
             timeout=timedelta(minutes=timeout_minutes),
             process_group_backend=process_group_backend,

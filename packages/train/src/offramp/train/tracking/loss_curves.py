@@ -18,7 +18,7 @@ FILE = "loss_per_exit.png"
 MOST_POINTS = 1000
 """Of a curve, so that drawing takes as long after a million steps as after a thousand."""
 
-CROSS_ENTROPY = "cross-entropy"
+CROSS_ENTROPY = MultiExitModule.kind_of_losses
 _LOSS = "loss_exit_"
 
 
