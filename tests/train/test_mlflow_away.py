@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import time
@@ -225,6 +226,31 @@ def test_what_a_killed_process_left_half_written_is_cut_off(tmp_path: Path) -> N
     assert json.loads(journal.path.read_text().splitlines()[-1])["metrics"] == {"loss": 2.0}
 
 
+def test_a_full_disk_is_not_called_a_fault_of_the_store(empty_store: Path, tmp_path: Path) -> None:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    logger = make_logger(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path)
+    log(logger, range(1))
+    assert logger.wait(60)
+    journal = journals(tmp_path)[0]
+    in_the_way = journal.with_suffix(".state.tmp")
+    in_the_way.mkdir()  # as good as a full disk to whoever wants to write a file there
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        log(logger, range(1, 3))
+        deadline = time.monotonic() + 60
+        while not complaints(caught):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        in_the_way.rmdir()
+        log(logger, range(3, 4))
+        logger.finalize("success")
+    (complaint,) = complaints(caught)
+    assert f"{journal.parent} cannot be written" in complaint
+    assert "does not answer" not in complaint
+    history = MlflowClient(logger.tracking_uri).get_metric_history(str(logger.run_id), "train/loss")
+    assert [(point.step, point.value) for point in history] == expected(4)
+
+
 @pytest.mark.parametrize(
     ("fault", "refused"),
     [
@@ -236,6 +262,8 @@ def test_what_a_killed_process_left_half_written_is_cut_off(tmp_path: Path) -> N
         (RestException({"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "404"}), True),
         (NoConnection("no route"), False),
         (PermissionError("/srv/artifacts"), True),
+        (OSError(errno.ENOSPC, "of the artifact store"), False),
+        (OSError(errno.ESTALE, "of the artifact store"), False),
         (ConnectionResetError("by the artifact store"), False),
         (TimeoutError("of the artifact store"), False),
     ],

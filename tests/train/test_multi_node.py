@@ -272,5 +272,6 @@ def test_two_networks_train_until_the_cable_is_cut(home: Path, expected: Path) -
     assert losses(samples.parent)[:STEPS] == pytest.approx(losses(expected), rel=1e-5)
     for rank, log in enumerate(logs):
         # For a message of the pipeline or for one that all processes share, whichever came when the cable was cut.
-        assert re.search(rf"offramp: error: .*\brank {rank}\b.* waited .*timeout_minutes", log.read_text()), log.read_text()
-        assert "Traceback" not in log.read_text()
+        said = log.read_text()
+        assert re.search(rf"offramp: error: .*\brank {rank}\b.* waited .*timeout_minutes", said), said
+        assert "Traceback" not in said

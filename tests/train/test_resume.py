@@ -103,6 +103,17 @@ def kill_after(step: int, name: str, ranks: int) -> bool:
         kill(processes)
 
 
+def spoil_newest(name: str) -> Path:
+    """Flip the bits of a byte in a run's newest checkpoint, as a bad disk would."""
+    newest = max((Path(name) / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    files = [newest] if newest.is_file() else [path for path in newest.rglob("*") if path.is_file()]
+    file = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    file.write_bytes(content)
+    return newest
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
@@ -125,7 +136,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     for step in kills:
         kill_after(step, "broken", ranks)
         assert len(read_samples(tmp_path / "broken" / FILE)) < STEPS
+    spoiled = spoil_newest("broken")
     finish("broken", ranks)
+    assert f"{spoiled} is left out" in " ".join(Path("broken.log").read_text().split())
     assert Path("broken.log").read_text().count("Restored all states") == len(kills)
     assert (tmp_path / "broken" / FILE).read_text() == expected, "losses to the last digit, and samples"
     assert read_draws(tmp_path / "broken") == read_draws(tmp_path / "unbroken")

@@ -1,4 +1,4 @@
-"""Lightning's checkpoint files, written whole or not at all."""
+"""Lightning's checkpoint files: written whole or not at all, and how many of them stay."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError
 from typing_extensions import override
@@ -50,6 +51,16 @@ class WholeFileIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
         else:
             remove(Path(path))
+
+
+def keep_previous(callback: ModelCheckpoint) -> None:
+    """Let the one before the newest checkpoint stay, unless the callback says what is to stay.
+
+    Of a newest one that turns out to be damaged, a run resumes from the one before. Lightning's default keeps one.
+    """
+    if callback.monitor is None and callback.save_top_k == 1:
+        callback.monitor, callback.mode, callback.save_top_k = "step", "max", 2
+        callback.kth_value = torch.tensor(-torch.inf)
 
 
 def cannot_write(path: Path, reason: str) -> OfframpError:

@@ -28,7 +28,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from offramp.common.errors import OfframpError
-from offramp.train.checkpoint_io import WholeFileIO
+from offramp.train.checkpoint_io import WholeFileIO, keep_previous
 from offramp.train.launch import check_launch, cluster_environment, find_launch, with_launch
 from offramp.train.lost_process import lost_process
 from offramp.train.one_voice import one_voice, this_rank
@@ -281,6 +281,8 @@ def build(arguments: RecipeArguments) -> RecipeCLI:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
             # Lightning's choice depends on the logger's run id, so that a resumed run could not find its checkpoints.
             callback.dirpath = str(Path(trainer.default_root_dir) / CHECKPOINTS)
+        if isinstance(callback, ModelCheckpoint):
+            keep_previous(callback)
     own: list[pl.Callback] = [SharedDirectory(), RunRecorder(cli.resolved()), LossCurves()]
     if not any(isinstance(callback, ExitSamples) for callback in trainer.callbacks):  # pyright: ignore[reportAttributeAccessIssue]
         own.append(ExitSamples())

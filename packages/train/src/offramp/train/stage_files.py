@@ -62,8 +62,12 @@ def slice_metadata(tensors: Mapping[str, Tensor], slices: Mapping[str, Slice]) -
     return {_SLICES: json.dumps(found)} if found else {}
 
 
-def read_stages(directory: Path) -> dict[str, Tensor]:
-    """All parameters of a checkpoint of any number of stages and ranks, whole, under their names in the model.
+def read_stages(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """Parameters of a checkpoint of any number of stages and ranks, whole, under their names in the model.
+
+    Args:
+        directory: the checkpoint.
+        wanted: whether the parameter of some name is.
 
     Raises:
         OfframpError: there are no stages, a file is damaged, or slices are missing.
@@ -71,7 +75,7 @@ def read_stages(directory: Path) -> dict[str, Tensor]:
     files = sorted(directory.glob("stage_*.safetensors"))
     if not files:
         raise OfframpError(f"{directory} holds no stage_*.safetensors; it is not a checkpoint of deepspeed_pipeline.")
-    return read_whole(files)[0]
+    return read_whole(files, wanted)[0]
 
 
 def read_whole(

@@ -92,8 +92,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         self.overflowed = False
         self.grad_norm = 0.0
         self.backward_rows: tuple[int, ...] = ()
-        sharding = self.module.sharding
-        self.links = Links(self.grid, () if sharding is None else (sharding.ranks.group,))
+        self.links = Links(self.grid, self.module.groups)
         if isinstance(self.optimizer, ZeROOptimizer):
             setattr(self.optimizer, "scaled_global_norm", self._zero_norm)  # noqa: B010 - see there
         self._queue: Sequence[MicroBatch] = ()

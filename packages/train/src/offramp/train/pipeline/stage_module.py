@@ -96,6 +96,12 @@ class StageModule(PipelineModule):
         return [(parameter, group) for parameter, group in pairs if parameter.requires_grad]
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that this rank has beside those of DeepSpeed's grid."""
+        tied = [tie["group"] for tie in self.tied_comms.values()]
+        return tied if self.sharding is None else [*tied, self.sharding.ranks.group]
+
+    @property
     def tensor_rank(self) -> int:
         """Among the ranks that share this stage; all of them have the same states and losses."""
         return self._grid.get_tensor_model_parallel_rank()
@@ -131,8 +137,7 @@ class StageModule(PipelineModule):
 
     def load_stages(self, directory: Path) -> None:
         """Read this rank's parameters from the files of any number of stages and ranks."""
-        wanted = self.stage.state_dict().keys()
-        found = {name: tensor for name, tensor in read_stages(directory).items() if name in wanted}
+        found = read_stages(directory, self.stage.state_dict().keys().__contains__)
         self.stage.load_state_dict({name: self.cut(name, tensor) for name, tensor in found.items()})
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -31,6 +32,18 @@ LONGEST_PAUSE_S = 30.0
 
 _METRICS_PER_REQUEST = 1000  # what MLflow's REST API accepts
 _PER_REQUEST = 100  # parameters or tags
+
+
+class _JournalFault(Exception):
+    """The disk of the run directory is at fault, and not the store."""
+
+
+@contextmanager
+def _noting() -> Iterator[None]:
+    try:
+        yield
+    except OSError as fault:
+        raise _JournalFault(str(fault)) from fault
 
 
 class Sender(threading.Thread):
@@ -89,13 +102,10 @@ class Sender(threading.Thread):
                     pause = FLUSH_S
                     if self.fault is not None:
                         self.fault = None
-                        rank_zero_info(f"the MLflow store at {mask(self.tracking_uri)} answers again")
+                        rank_zero_info(f"what was logged reaches the MLflow store at {mask(self.tracking_uri)} again")
             except Exception as fault:  # whatever it is, training is to go on
                 if self.fault is None:
-                    rank_zero_warn(
-                        f"the MLflow store at {mask(self.tracking_uri)} does not answer; the run goes on, and what is "
-                        f"logged waits in {self.journal.path}: {in_words(fault)}"
-                    )
+                    rank_zero_warn(self._described(fault))
                 pause = FLUSH_S if self.fault is None else min(2 * pause, LONGEST_PAUSE_S)
                 self.fault = fault
             if closing:
@@ -104,6 +114,17 @@ class Sender(threading.Thread):
                 self._something.wait()
             self._closing.wait(pause)
             self._something.clear()
+
+    def _described(self, fault: Exception) -> str:
+        if isinstance(fault, _JournalFault):
+            return (
+                f"{self.journal.path.parent} cannot be written, where it is noted what the MLflow store was told; the "
+                f"run goes on, and nothing is sent until there is room: {in_words(fault)}"
+            )
+        return (
+            f"the MLflow store at {mask(self.tracking_uri)} does not answer; the run goes on, and what is logged waits "
+            f"in {self.journal.path}: {in_words(fault)}"
+        )
 
     # ---- the run
 
@@ -137,13 +158,15 @@ class Sender(threading.Thread):
                 for entry in batch:  # to put aside what is refused, and not its neighbours
                     self._tell(client, [entry])
                 return
-            self.journal.refuse(batch[0], in_words(fault))
+            with _noting():
+                self.journal.refuse(batch[0], in_words(fault))
             rank_zero_warn(
                 f"the MLflow store at {mask(self.tracking_uri)} refuses something, which is put into "
                 f"{self.journal.refused_path}: {in_words(fault)}"
             )
         self.journal.sent = batch[-1].end
-        self.journal.note()
+        with _noting():
+            self.journal.note()
 
     def _find_or_make_run(self, client: MlflowClient) -> None:
         journal, store = self.journal, mask(self.tracking_uri)
@@ -162,7 +185,8 @@ class Sender(threading.Thread):
                 run, journal.sent = None, 0
         run = run or self._made_earlier(client) or self._make_run(client)
         journal.run_id, journal.tracking_uri = run.info.run_id, store
-        journal.note()
+        with _noting():
+            journal.note()
 
     def _experiment_id(self, client: MlflowClient) -> str:
         described = self.journal.run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ _CAUSE = re.compile(r"\[Errno -?\d+\] [^()'\"]+|\w+ timed out|too many \d+ error
 _CLIENT_ERROR, _SERVER_ERROR = 400, 500
 # Too slow, too many, and whoever is asked to log in: all of these can be mended while a run goes on.
 _MAY_CHANGE = (401, 403, 407, 408, 425, 429)
+# The same of the machine: disks are emptied, and mounted again.
+_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 
 def default_tracking_uri() -> str:
@@ -59,7 +62,9 @@ def is_refusal(fault: Exception) -> bool:
         status = None if fault.response is None else fault.response.status_code
     elif isinstance(fault, ConnectionError | TimeoutError):  # stores for artifacts have protocols of their own
         return False
-    elif isinstance(fault, OSError | ValueError | TypeError | KeyError):
+    elif isinstance(fault, OSError):
+        return fault.errno not in _DISK_FAULTS
+    elif isinstance(fault, ValueError | TypeError | KeyError):
         return True  # an artifact that cannot be read or written
     return status is not None and _CLIENT_ERROR <= status < _SERVER_ERROR and status not in _MAY_CHANGE
 
