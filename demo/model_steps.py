@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -20,16 +21,23 @@ def take_plain(steps: Steps, source: str, console: Console) -> Path:
     )
 
 
-def add_exits(steps: Steps, tuned: Path, layers: Sequence[int], console: Console) -> Path:
-    """The step that gives a model exits."""
+def add_exits(
+    steps: Steps,
+    tuned: Path,
+    layers: Sequence[int],
+    console: Console,
+    head: Literal["adapter", "norm"] = "adapter",
+    name: str = "exits",
+) -> Path:
+    """The step `name` that gives a model exits with heads of one kind."""
     named = [str(layer) for layer in layers]
     return steps.run(
-        "exits",
-        f"Add exits after layers {', '.join(named)}: an adapter and a norm each",
-        [str(layers)],
+        name,
+        f"Add exits after layers {', '.join(named)}: {'an adapter and a norm' if head == 'adapter' else 'a norm'} each",
+        [str(layers), head],
         lambda out: offramp(
             *("import", tuned / "model", out / "model", "--exits", ",".join(named)),
-            *("--head", "adapter", "--norm-scale", "0.3", "--overwrite"),
+            *("--head", head, "--norm-scale", "0.3", "--overwrite"),
             console=console,
         ),
     )

@@ -8,22 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.e2e.calibrate import calibrate
-from benchmarks.e2e.data import read_csv, read_rows, write_data, write_rows
-from benchmarks.e2e.distil import own_texts
-from benchmarks.e2e.evaluate import draw_curve, evaluate, write_table
+from benchmarks.e2e.data import prompt_for, read_csv, write_data
+from benchmarks.e2e.evaluate import draw_curve, evaluate
 from benchmarks.e2e.meaning import known_values, synthetic_mrs
-from benchmarks.e2e.outcome import outcome
 from benchmarks.e2e.settings import Settings
+from benchmarks.texts import distil
+from benchmarks.texts.outcome import outcome
+from benchmarks.texts.progress import reporting
+from benchmarks.texts.rows import read_rows, write_table
 from demo.model_steps import add_exits, fit, take_plain
 from demo.steps import Steps
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from offramp.common.checkpoint import load_checkpoint, save_checkpoint
 from offramp.common.exits.policy import ExitPolicy
@@ -32,7 +31,6 @@ from offramp.serve.request.exit_options import ExitOptions
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent.parent / "configs" / "e2e"
-Report = Callable[[str, int, int], None]
 
 
 def main() -> None:
@@ -75,7 +73,11 @@ def run(settings: Settings, devset: Path, testset: Path, work: Path, console: Co
         own = steps.run(
             f"own_texts_{turn}",
             f"Round {turn}: what it writes itself about {settings.synthetic:,} synthetic meaning representations",
-            [HERE / "distil.py", HERE / "meaning.py", str((settings.synthetic, settings.max_tokens, settings.engine))],
+            [
+                Path(distil.__file__),
+                HERE / "meaning.py",
+                str((settings.synthetic, settings.max_tokens, settings.engine)),
+            ],
             lambda out, model=model, turn=turn: write_own_texts(
                 settings, model / "model", data, testset, out, turn, console
             ),
@@ -105,10 +107,11 @@ def write_own_texts(
     avoid = [*learn, *validate, *read_csv(testset)]
     synthetic = synthetic_mrs(known_values(learn), settings.synthetic, avoid, seed=turn)
     engine = Engine.from_checkpoint(model, settings.engine)
+    prompts = {"validation": [prompt_for(mr) for mr in validate], "train": map(prompt_for, [*learn, *synthetic])}
     with reporting(console) as report:
-        for name, mrs in (("validation", validate), ("train", [*learn, *synthetic])):
-            rows = own_texts(engine, mrs, settings.max_tokens, lambda done, total, name=name: report(name, done, total))
-            write_rows(out / f"{name}.jsonl", rows)
+        distil.write_own_texts(
+            engine, {name: list(asked) for name, asked in prompts.items()}, settings.max_tokens, out, report
+        )
 
 
 def choose_thresholds(settings: Settings, source: Path, data: Path, out: Path, console: Console) -> None:
@@ -146,21 +149,6 @@ def test(settings: Settings, calibrated: Path, tuned: Path, data: Path, out: Pat
     draw_curve(out / "quality.png", table, f"E2E NLG, {len(rows)} test meaning representations")
     for line in table:
         console.print(f"   {line['name']}: ratio {line['ratio']:.3f}, {line['layers']} layers per token")
-
-
-@contextmanager
-def reporting(console: Console) -> Iterator[Report]:
-    """A progress bar for every name that is reported."""
-    columns = (TextColumn("   {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def report(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(name, total=total)
-            bar.update(tasks[name], completed=done)
-
-        yield report
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ No MR is in two files: the devset is divided by MR into train and validation, th
 from __future__ import annotations
 
 import csv
-import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from benchmarks.texts.rows import write_rows
 
 Texts = dict[str, list[str]]
 """MR -> its references."""
@@ -53,16 +54,6 @@ def training_rows(texts: Texts) -> list[dict[str, Any]]:
         for mr, references in texts.items()
         for reference in references
     ]
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Rows as JSON lines."""
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def write_data(devset: Path, testset: Path, out: Path, counts: Mapping[str, int], seed: int = 0) -> None:

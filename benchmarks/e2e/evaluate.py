@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e.outcome import Outcome, outcome
+from benchmarks.texts.outcome import Outcome, outcome
 
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.engine import Engine
@@ -46,15 +45,6 @@ def evaluate(
     return [
         outcome(name, engine, rows, exits, max_tokens, on_progress) for name, exits in ways(engine, points, template)
     ]
-
-
-def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A CSV file with the columns of all rows."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def draw_curve(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from benchmarks.e2e import calibrate as calibration
-from benchmarks.e2e.data import prompt_for, read_rows, write_data
-from benchmarks.e2e.distil import own_texts
-from benchmarks.e2e.evaluate import draw_curve, evaluate, write_table
+from benchmarks.e2e.data import prompt_for, write_data
+from benchmarks.e2e.evaluate import draw_curve, evaluate
 from benchmarks.e2e.meaning import known_values, parse, render, synthetic_mrs
-from benchmarks.e2e.outcome import outcome
+from benchmarks.texts.distil import own_texts
+from benchmarks.texts.outcome import outcome
+from benchmarks.texts.rows import read_rows, write_table
 
 from helpers.tiny import tiny_checkpoint
 from offramp.common.exits.config import ExitConfig
@@ -98,13 +99,13 @@ def test_points_keep_their_promise_on_the_calibration_texts(engine: Engine, monk
 def test_own_texts_are_those_of_full_depth_and_end_by_themselves(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mrs, done = [f"name[{number}]" for number in range(12)], []
-    asked = [{"prompt": prompt_for(mr), "references": ["x"]} for mr in mrs]
+    prompts, done = [prompt_for(f"name[{number}]") for number in range(12)], []
+    asked = [{"prompt": prompt, "references": ["x"]} for prompt in prompts]
     # A random model hardly ever ends a text; let what it says in the middle of the first one be the end.
     end = outcome("full", engine, asked[:1], ExitOptions("full"), 30).completions[0].token_ids[15]
     monkeypatch.setattr(type(engine.checkpoint), "eos_token_ids", (end,))
     full = outcome("full", engine, asked, ExitOptions("full"), 30).completions
-    rows = own_texts(engine, mrs, 30, lambda ready, total: done.append((ready, total)))
+    rows = own_texts(engine, prompts, 30, lambda ready, total: done.append((ready, total)))
     assert done[-1] == (12, 12)
     ended = [one.finish_reason == "stop" for one in full]
     assert True in ended
@@ -113,7 +114,7 @@ def test_own_texts_are_those_of_full_depth_and_end_by_themselves(
         for row, one, stopped in zip(asked, full, ended, strict=True)
         if stopped
     ]
-    assert own_texts(engine, mrs, 1, lambda ready, total: None) == []
+    assert own_texts(engine, prompts, 1, lambda ready, total: None) == []
 
 
 def test_table_and_picture(engine: Engine, tmp_path: Path) -> None:
