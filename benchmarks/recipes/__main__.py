@@ -95,14 +95,8 @@ def run(
     plain = take_plain(steps, settings.source, console)
 
     def train(name: str, title: str, kind: str, source: Path, texts: Path, *more: str) -> Path:
-        own = CONFIGS / "recipes" / f"{kind}.yaml"
-        recipes = [CONFIGS / "e2e" / "common.yaml", CONFIGS / "e2e" / f"{kind}.yaml"]
-        recipes += [CONFIGS / "recipes" / f"{task}.yaml", *([own] if own.exists() else [])]
-        recipes += [CONFIGS / "recipes" / f"{one}.yaml" for one in more]
-        recipes += [settings.recipe] if settings.recipe else []
-        return steps.run(
-            name, title, recipes, lambda out: fit(out, recipes, source / "model", texts, console, os.cpu_count())
-        )
+        recipes = recipe_files(task, kind, *more)
+        return steps.run(name, title, recipes, lambda out: fit(out, recipes, source / "model", texts, console))
 
     tuned = train("finetune", "Teach it the task at full depth", "finetune", plain, data)
     own = steps.run(
@@ -141,6 +135,19 @@ def run(
         [HERE / "picture.py"],
         lambda out: show(task, {name: found / "points.json" for name, found in measured.items()}, out, console),
     )
+
+
+def recipe_files(task: str, kind: str, *more: str) -> list[Path]:
+    """Configuration files of a training run: those of `benchmarks.e2e`, the task's lengths, and what differs here.
+
+    Args:
+        task: its name.
+        kind: `finetune`, `prime` or `joint`.
+        more: further files of `configs/recipes`.
+    """
+    theirs, own = CONFIGS / "e2e", CONFIGS / "recipes"
+    names = [task, *([] if kind == "prime" else [kind]), *more]
+    return [theirs / "common.yaml", theirs / f"{kind}.yaml", *(own / f"{name}.yaml" for name in names)]
 
 
 def write_own_texts(settings: Settings, model: Path, data: Path, out: Path, console: Console) -> None:

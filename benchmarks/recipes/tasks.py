@@ -45,7 +45,7 @@ def write_e2e(devset: Path, testset: Path, out: Path, prompts: int, test_rows: i
     _write_prompts(out / "ask_validation.jsonl", map(prompt_for, validate))
 
 
-def write_docstrings(out: Path, cache: Path, prompts: int, test_rows: int, max_files: int = 4000) -> None:
+def write_docstrings(out: Path, cache: Path, prompts: int, test_rows: int) -> None:
     """Docstrings of the installed packages: details to the summary line. No package is in two splits.
 
     Args:
@@ -53,12 +53,11 @@ def write_docstrings(out: Path, cache: Path, prompts: int, test_rows: int, max_f
         cache: where collected docstrings are kept.
         prompts: of `ask_train`, at most.
         test_rows: of `test`, at most.
-        max_files: source files to read.
     """
 
     def rows(split: Split) -> list[dict[str, str]]:
         options = DocstringOptions(
-            split=split, pairs=True, max_files=max_files, max_details=500, max_summary=120, test_share=0.1, seed=2
+            split=split, pairs=True, max_files=4000, max_details=500, max_summary=120, test_share=0.1, seed=2
         )
         found = [
             {"package": row["package"], "prompt": f"{row['details']}\nSummary:", "summary": row["summary"]}
