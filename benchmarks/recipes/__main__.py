@@ -49,13 +49,13 @@ def main() -> None:
     work = (options.work or Path("build/recipes") / options.task).resolve()
     settings = replace(E2E if options.task == "e2e" else DOCSTRINGS, source=options.source)
     sizes = {"prompts": settings.prompts, "test_rows": settings.test_rows}
+    inputs: list[Path] = []
     if options.task == "e2e":
         inputs = [options.devset, options.testset]
 
         def write(out: Path) -> None:
             tasks.write_e2e(options.devset, options.testset, out, **sizes)
     else:
-        inputs = []
 
         def write(out: Path) -> None:
             tasks.write_docstrings(out, work / "collected", **sizes)

@@ -53,7 +53,9 @@ class Decoding:
         for record in decoding:
             for run in record.segments:
                 seconds[run.rows].append(run.seconds / (run.stop - run.start))
-        parts = {part: _trimmed([record.parts[part] for record in full]) for part in PARTS if part != "layers"}
+        parts: dict[str, float] = {
+            part: _trimmed([record.parts[part] for record in full]) for part in PARTS if part != "layers"
+        }
         return cls(sum(record.new_tokens for record in full), calls, parts, seconds)
 
     def to_json(self) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_joint_variants_differ_in_what_is_frozen_alone(task: str) -> None:
 
 def record(rows: dict[tuple[int, int], int], layer_s: float, waiting: int, **parts: float) -> IterationRecord:
     segments = tuple(SegmentRun(start, stop, n, (stop - start) * layer_s) for (start, stop), n in rows.items())
-    seconds = {**dict.fromkeys(PARTS, 0.0), **parts, "layers": sum(run.seconds for run in segments)}
+    seconds: dict[Any, float] = {**dict.fromkeys(PARTS, 0.0), **parts, "layers": sum(run.seconds for run in segments)}
     return IterationRecord(0, seconds, segments, decode_rows=8, new_tokens=8, after=Gauges(waiting=waiting))
 
 
