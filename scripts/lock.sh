@@ -14,7 +14,7 @@ resolved="$(mktemp)"
 trap 'rm -f "$resolved"' EXIT
 cp constraints.txt "$resolved" 2>/dev/null || true
 
-printf '%s\n' '-e packages/common' '-e packages/train[lora]' '-e packages/serve[torchserve]' pip |
+printf '%s\n' '-e packages/common' '-e packages/train[lora]' '-e packages/serve[http,torchserve]' pip |
     "$uv" pip compile - --group dev --group demo --group bench --universal --python-version 3.10 --quiet --no-header --no-annotate \
         --no-emit-index-url --no-emit-package offramp-common --no-emit-package offramp-train \
         --no-emit-package offramp-serve ${upgrades[@]+"${upgrades[@]}"} --output-file "$resolved"

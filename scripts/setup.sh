@@ -72,7 +72,7 @@ say "[2/5] PyTorch"
 pip_install torch
 
 say "[3/5] offramp-common, offramp-train and offramp-serve with what they stand on"
-pip_install --editable packages/common --editable 'packages/train[lora]' --editable 'packages/serve[torchserve]' \
+pip_install --editable packages/common --editable 'packages/train[lora]' --editable 'packages/serve[http,torchserve]' \
     --group dev --group demo --group bench
 
 say "[4/5] SmolLM2-135M for the demo (93 MB)"

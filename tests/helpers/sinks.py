@@ -38,8 +38,8 @@ def request(name: str, max_tokens: int = 4, constraint: Constraint | None = None
     return Request(name, (1, 2), SamplingParams(max_tokens=max_tokens, constraint=constraint))
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def eventually(condition: Callable[[], bool], timeout_s: float = 5.0, every_s: float = 0.005) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.005)
+        time.sleep(every_s)

@@ -15,9 +15,19 @@ archive = Command(
     step=50,
 )
 serve = Command(
-    summary="Start TorchServe on this machine and answer the OpenAI API until Ctrl-C",
+    summary="Answer the OpenAI API on this machine until Ctrl-C, with TorchServe or without",
     main="offramp.serve.cli.serve:main",
     step=51,
+)
+gateway = Command(
+    summary="Answer the OpenAI API for models on TorchServe: keys, limits, and nothing else gets through",
+    main="offramp.serve.cli.gateway:main",
+    step=52,
+)
+keys = Command(
+    summary="Make API keys for a gateway or a server, and take them back",
+    main="offramp.serve.cli.keys:main",
+    step=52,
 )
 bench = Command(
     summary="Measure speed at full depth and with early exits, and where the time goes",

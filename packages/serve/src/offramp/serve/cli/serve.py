@@ -1,4 +1,4 @@
-"""`offramp serve`: a model behind TorchServe on this machine, until Ctrl-C."""
+"""`offramp serve`: a model on this machine, behind TorchServe or in this process, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,42 +6,54 @@ import argparse
 import json
 import math
 import shlex
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 from tqdm import tqdm
 
 from offramp.common.errors import OfframpError
 from offramp.serve.cli.engine_options import add_engine_options, engine_settings
+from offramp.serve.cli.stopping import Stop, signals_raise_stop
+from offramp.serve.config import EngineConfig
+from offramp.serve.http.installed import check_installed
+from offramp.serve.http.settings import DoorSettings, make_settings, read_settings
 from offramp.serve.model_source import default_cache, resolve_model
 from offramp.serve.torchserve.archive import CHECKPOINT, archive, is_model_folder
 from offramp.serve.torchserve.server import TorchServe
-
-
-class _Stop(BaseException):
-    """A signal asked for the end. Not an `Exception`, so that nothing on the way takes it for a fault."""
 
 
 def main(argv: list[str]) -> int:
     """Runs the command with its arguments; returns when the server has been stopped."""
     parser = argparse.ArgumentParser(
         prog="offramp serve",
-        description="Start TorchServe on 127.0.0.1 and answer the OpenAI API until Ctrl-C.",
+        description="Answer the OpenAI API on this machine until Ctrl-C.",
     )
     parser.add_argument(
         "source", help="a checkpoint directory, a model folder of `offramp archive`, or models:/NAME@ALIAS"
     )
-    parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--backend",
+        choices=("torchserve", "asgi"),
+        default="torchserve",
+        help="a TorchServe of its own, or the engine in this process behind the gateway's door (default: %(default)s)",
+    )
+    parser.add_argument("--port", type=int, help="0 takes a free one (default: 8080, or what the settings say)")
+    parser.add_argument(
+        "-c", "--settings", type=Path, metavar="FILE", help="asgi: address, keys, TLS and limits, as of the gateway"
+    )
     parser.add_argument("--name", help="name in the URL and in requests (default: the directory's)")
     parser.add_argument("--version", help="version in the URL (default: 1.0)")
-    parser.add_argument("--run-folder", type=Path, help="where configuration and log go (default: a temporary folder)")
-    parser.add_argument("--ready-timeout", type=float, default=600.0, metavar="SECONDS", help="(default: %(default)s)")
+    parser.add_argument(
+        "--run-folder", type=Path, help="torchserve: where configuration and log go (default: a temporary folder)"
+    )
+    parser.add_argument(
+        "--ready-timeout", type=float, default=600.0, metavar="SECONDS", help="torchserve (default: %(default)s)"
+    )
     parser.add_argument(
         "--cache", type=Path, default=default_cache(), help="where models:/ downloads go (default: %(default)s)"
     )
@@ -50,7 +62,10 @@ def main(argv: list[str]) -> int:
     if not 0 < options.ready_timeout < math.inf:
         raise OfframpError(f"--ready-timeout {options.ready_timeout} must be a finite number of seconds above 0.")
     settings = engine_settings(options)
-    with _signals_raise_stop():
+    in_process = options.backend == "asgi"
+    if options.settings is not None and not in_process:
+        raise OfframpError("--settings are those of --backend asgi; TorchServe stands behind `offramp gateway`.")
+    with signals_raise_stop():
         try:
             source = resolve_model(options.source, options.cache)
             if is_model_folder(source):
@@ -58,7 +73,11 @@ def main(argv: list[str]) -> int:
                     raise OfframpError(
                         f"{source} is a model folder with settings of its own; make another with `offramp archive`."
                     )
+                if in_process:
+                    raise OfframpError(f"{source} is a model folder; give --backend asgi a checkpoint directory.")
                 _serve(source, options)
+            elif in_process:
+                _serve_in_process(source, settings, options)
             else:
                 # Beside the checkpoint, because weights can be hard-linked only within a file system.
                 with _scratch_store(source) as store:
@@ -67,7 +86,7 @@ def main(argv: list[str]) -> int:
                     folder = archive(source, store / name, name=name, version=version, engine=settings)
                     with _faults_name(source, folder / CHECKPOINT):
                         _serve(folder, options)
-        except (_Stop, KeyboardInterrupt):
+        except (Stop, KeyboardInterrupt):
             print("Stopped.", file=sys.stderr)
     return 0
 
@@ -75,7 +94,8 @@ def main(argv: list[str]) -> int:
 def _serve(folder: Path, options: argparse.Namespace) -> None:
     """Serves a model folder until a signal comes."""
     began = time.monotonic()
-    server = TorchServe(folder, port=options.port, run_folder=options.run_folder, threads=options.num_threads)
+    port = 8080 if options.port is None else options.port
+    server = TorchServe(folder, port=port, run_folder=options.run_folder, threads=options.num_threads)
     keep_log = True
     try:
         weights = sum(file.stat().st_size for file in (folder / CHECKPOINT).glob("*.safetensors"))
@@ -98,12 +118,29 @@ def _serve(folder: Path, options: argparse.Namespace) -> None:
             if (failure := server.worker_failure()) is not None:
                 _say(f"The worker has failed and is started again: {failure}")
         raise OfframpError(f"TorchServe has ended by itself; its log is {server.log}.")
-    except (_Stop, KeyboardInterrupt):
+    except (Stop, KeyboardInterrupt):
         keep_log = False
         _say("Stopping ...")
         raise
     finally:
         server.stop(keep_log=keep_log)
+
+
+def _serve_in_process(checkpoint: Path, engine: dict[str, Any], options: argparse.Namespace) -> None:
+    check_installed()
+    # Where the engine is TorchServe's, neither torch nor a web framework is needed here.
+    from offramp.serve.cli.serve_in_process import serve_in_process
+
+    name, version = options.name or _name_of(options.source), options.version or "1.0"
+    serve_in_process(checkpoint, EngineConfig(**engine), _door(options), name=name, version=version)
+
+
+def _door(options: argparse.Namespace) -> DoorSettings:
+    port = {} if options.port is None else {"port": options.port}
+    if options.settings is None:
+        return make_settings(DoorSettings, {"port": 8080, **port}, where="offramp serve")
+    settings = read_settings(options.settings, DoorSettings)
+    return make_settings(DoorSettings, settings.model_dump() | port, where=str(options.settings))
 
 
 def _say(message: str) -> None:
@@ -133,21 +170,3 @@ def _faults_name(source: Path, copy: Path) -> Iterator[None]:
         yield
     except OfframpError as fault:
         raise OfframpError(str(fault).replace(str(copy.resolve()), str(source))) from fault
-
-
-@contextmanager
-def _signals_raise_stop() -> Iterator[None]:
-    """SIGTERM and SIGINT end the command in order, so that no server stays behind."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        # A second one must not interrupt the stopping.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _Stop
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -62,6 +62,11 @@ class ModelCard:
             config_hash=checkpoint.provenance.get("settings_sha256"),
         )
 
+    @property
+    def name_and_version(self) -> str:
+        """What requests call it that want this version and no other."""
+        return f"{self.name}@{self.version}"
+
     def to_json(self) -> dict[str, Any]:
         """The model object of `GET /v1/models`."""
         return {

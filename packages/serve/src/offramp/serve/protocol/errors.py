@@ -9,10 +9,16 @@ from typing import Any
 PHRASES: Mapping[int, str] = {
     200: "OK",
     400: "Bad Request",
+    401: "Unauthorized",
     404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    413: "Content Too Large",
+    415: "Unsupported Media Type",
     429: "Too Many Requests",
     500: "Internal Server Error",
     503: "Service Unavailable",
+    504: "Gateway Timeout",
 }
 """The reason phrase of every status code that the service uses."""
 
@@ -84,6 +90,11 @@ def unknown_endpoint(path: str, known: str) -> ApiError:
     return ApiError(404, f"Unknown endpoint {path!r}; known here: {known}.", code="unknown_url")
 
 
+def too_large(limit: int) -> ApiError:
+    """413: the body has more bytes than are read."""
+    return ApiError(413, f"The request body is longer than {limit} bytes; send less.", code="request_too_large")
+
+
 def queue_full(limit: int) -> ApiError:
     """429: as many requests as the engine takes are running or waiting."""
     return busy(f"The server holds as many requests as it takes, {limit}; try again later.")
@@ -97,6 +108,16 @@ def busy(message: str) -> ApiError:
 def engine_dead(cause: str) -> ApiError:
     """503: the engine stopped on an error and answers nothing any more."""
     return ApiError(503, f"The engine has stopped: {cause}", type="server_error", code="engine_dead")
+
+
+def status_of(error: Mapping[str, Any]) -> int:
+    """The status that an error of ours should have had, where it was found too late for one.
+
+    Args:
+        error: The object under ``error``.
+    """
+    by_code = {"engine_dead": 503, "internal_error": 500, "queue_full": 429, "model_not_found": 404}
+    return by_code.get(str(error.get("code")), 500 if error.get("type") == "server_error" else 400)
 
 
 def internal(cause: str) -> ApiError:

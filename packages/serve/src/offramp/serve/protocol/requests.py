@@ -30,6 +30,7 @@ MAX_DIGITS = 50
 """Of a whole number. No field takes so many, and Python neither reads nor writes thousands of them."""
 
 Prompts = list[str] | list[list[int]]
+GivenPrompts = str | list[str] | list[int] | list[list[int]]
 
 
 def _as_prompts(value: object) -> object:
@@ -67,6 +68,11 @@ def _as_text(value: object) -> object:
 
 def _as_stops(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_stops, json_schema_input_type=str | list[str])
+]
 
 
 def _as_key(value: object) -> object:
@@ -159,19 +165,22 @@ class StructuredOutputs(_Body):
     regex: str = Field(min_length=1)
 
 
-class GenerationBody(_Body):
-    """What both generation endpoints share."""
+class _Named(_Body):
+    """What says who is asked."""
 
     model: str
+
+
+class GenerationBody(_Named):
+    """What both generation endpoints share."""
+
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: dict[Annotated[int, BeforeValidator(_as_key)], Annotated[float, Field(ge=-100, le=100)]] = {}
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_stops)] = Field(
-        default=[], max_length=MAX_STOPS
-    )
+    stop: Stops = Field(default=[], max_length=MAX_STOPS)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     response_format: ResponseFormat | None = None
     stream: bool = False
@@ -212,7 +221,7 @@ class GenerationBody(_Body):
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`."""
 
-    prompt: Annotated[Prompts, BeforeValidator(_as_prompts)]
+    prompt: Annotated[Prompts, BeforeValidator(_as_prompts, json_schema_input_type=GivenPrompts)]
     max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
     echo: bool = False
@@ -238,6 +247,13 @@ class CompletionBody(GenerationBody):
         return self
 
 
+class TextPart(_Body):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Message(_Body):
     """One message of a conversation.
 
@@ -248,7 +264,7 @@ class Message(_Body):
     """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_as_text)] = ""
+    content: Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | list[TextPart])] = ""
     name: str | None = None
 
 
@@ -307,7 +323,7 @@ def parse_body(kind: type[BodyT], body: object) -> BodyT:
         ApiError: 400 that names the field, as OpenAI words it where it has words.
     """
     if not isinstance(body, dict):
-        raise bad_request("The request body must be a JSON object.")
+        raise _no_object()
     # None means "as if left out" in OpenAI's API, for every optional field.
     given = {key: value for key, value in body.items() if value is not None}
     for key, allowed in _NEUTRAL[kind].items():
@@ -321,6 +337,24 @@ def parse_body(kind: type[BodyT], body: object) -> BodyT:
         return kind.model_validate(given)
     except ValidationError as error:
         raise _as_api_error(error, kind) from None
+
+
+def model_of(body: object) -> str:
+    """The model that a decoded JSON body asks for; nothing else of it is looked at.
+
+    Raises:
+        ApiError: 400 as `parse_body` says it.
+    """
+    if not isinstance(body, dict):
+        raise _no_object()
+    try:
+        return _Named.model_validate({"model": body["model"]} if body.get("model") is not None else {}).model
+    except ValidationError as error:
+        raise _as_api_error(error, GenerationBody) from None
+
+
+def _no_object() -> ApiError:
+    return bad_request("The request body must be a JSON object.")
 
 
 def _not_supported(key: str, value: object, allowed: tuple[object, ...]) -> ApiError:

@@ -129,7 +129,7 @@ class OpenAIService:
         return Complete(200, encode(load))
 
     def _completion(self, reply_id: str, body: bytes) -> Generation:
-        parsed = parse_body(CompletionBody, _decode(body))
+        parsed = parse_body(CompletionBody, decode_body(body))
         self._check_model(parsed)
         prompts = encode_prompts(parsed, self._tokenizer, self.card.vocab_size)
         budgets = [self._budget(len(ids), parsed.max_tokens, DEFAULT_COMPLETION_TOKENS, "prompt") for ids in prompts]
@@ -152,7 +152,7 @@ class OpenAIService:
         )
 
     def _chat(self, reply_id: str, body: bytes) -> Generation:
-        parsed = parse_body(ChatBody, _decode(body))
+        parsed = parse_body(ChatBody, decode_body(body))
         self._check_model(parsed)
         ids = encode_chat(parsed, self._tokenizer)
         asked = parsed.max_completion_tokens if parsed.max_tokens is None else parsed.max_tokens
@@ -264,7 +264,7 @@ class OpenAIService:
             raise bad_request(str(fault), param="offramp") from fault
 
     def _check_model(self, body: GenerationBody) -> None:
-        if body.model != self.card.name:
+        if body.model not in (self.card.name, self.card.name_and_version):
             raise unknown_model(body.model, self.card.name)
 
     def _budget(self, num_tokens: int, asked: int | None, default: int, param: str) -> int:
@@ -285,8 +285,12 @@ class OpenAIService:
         return str(self._tokenizer.decode([token]))
 
 
-def _decode(body: bytes) -> object:
-    """JSON to Python, with the words of JSON alone: no NaN, no infinity."""
+def decode_body(body: bytes) -> object:
+    """JSON to Python, with the words of JSON alone: no NaN, no infinity.
+
+    Raises:
+        ApiError: 400 for what is not JSON.
+    """
     if not body:
         raise bad_request("The request has no body; send a JSON object with content-type: application/json.")
     try:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import gc
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -16,14 +15,11 @@ from ts.metrics.metric_type_enum import MetricTypes
 
 from offramp.common.errors import OfframpError
 from offramp.serve.config import EngineConfig
-from offramp.serve.engine import Engine
-from offramp.serve.engine_thread import EngineThread
-from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.errors import PHRASES
-from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.request.output import RequestOutput
+from offramp.serve.served_model import ServedModel
 from offramp.serve.torchserve import archive, worker_log
-from offramp.serve.torchserve.jobs import Job, Jobs, Piece
+from offramp.serve.torchserve.jobs import REQUEST_ID_HEADER, Job, Jobs, Piece
 from offramp.serve.torchserve.metrics import METRICS, MetricsReporter
 from offramp.serve.torchserve.settings import HandlerSettings
 from offramp.serve.torchserve.worker_report import WorkerReport
@@ -31,6 +27,7 @@ from offramp.serve.torchserve.worker_report import WorkerReport
 log = logging.getLogger(__name__)
 
 _FORMS = ("application/x-www-form-urlencoded", "multipart/")
+_REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 RESTART_AFTER_S = 1.0
 """Seconds from the engine's death to the worker's: time to tell every client why, before TorchServe starts another."""
 
@@ -71,28 +68,18 @@ class OfframpHandler:
         sections = context.model_yaml_config or {}
         config = EngineConfig(**sections.get("engine", {}))
         settings = HandlerSettings(**sections.get("handler", {}))
-        model = context.manifest["model"]
+        manifest = context.manifest["model"]
         # resolve: TorchServe gives a link of its own making, which would mean nothing in a message.
         folder = Path(context.system_properties["model_dir"]).resolve()
-        # The thread refuses what is too much, in the call that brings it. The engine's own limit must not come before:
-        # all that the thread admits may arrive between two iterations, when nobody has a seat yet.
-        max_requests = config.max_num_seqs + config.max_waiting
-        engine = Engine.from_checkpoint(
-            folder / archive.CHECKPOINT, dataclasses.replace(config, max_waiting=max_requests)
-        )
-        card = ModelCard.of(
-            engine.checkpoint,
-            name=context.model_name,
-            version=str(model["modelVersion"]),
-            max_model_len=engine.max_model_len,
-            cache_tokens=engine.cache_tokens,
+        model = ServedModel.load(
+            folder / archive.CHECKPOINT, config, name=context.model_name, version=str(manifest["modelVersion"])
         )
         labels = [context.model_name]
         metrics = {
             name: context.metrics.add_metric_to_cache(name, unit, ["model_name"], MetricTypes[kind])
             for name, (kind, unit) in METRICS.items()
         }
-        totals = MetricsReporter(lambda name, value: metrics[name].add_or_update(value, labels), engine.metrics)
+        totals = MetricsReporter(lambda name, value: metrics[name].add_or_update(value, labels), model.engine.metrics)
 
         def after_iteration(outputs: Sequence[RequestOutput]) -> None:
             self._jobs.wake()
@@ -101,18 +88,9 @@ class OfframpHandler:
                 report.failed(thread.failure)
                 threading.Timer(RESTART_AFTER_S, os._exit, args=(1,)).start()
 
-        thread = EngineThread(
-            engine,
-            max_requests=max_requests,
-            lease_s=settings.lease_s,
-            on_iteration=after_iteration,
-        )
-        service = OpenAIService(thread, engine.tokenizer, card, engine.check)
+        thread, service = model.start(after_iteration, lease_s=settings.lease_s)
         self._jobs = Jobs(service, thread, settings, totals.first_token, totals.finished)
-        # What loading made stays until the end, and a full collection takes hundreds of milliseconds to walk over it.
-        gc.collect()
-        gc.freeze()
-        log.warning("Serving %s %s since %s", card.name, card.version, time.strftime("%H:%M:%S"))
+        log.warning("Serving %s %s since %s", model.card.name, model.card.version, time.strftime("%H:%M:%S"))
 
 
 def _job(context: Any, index: int, parameters: dict[str, Any]) -> Job:
@@ -121,7 +99,13 @@ def _job(context: Any, index: int, parameters: dict[str, Any]) -> Job:
     body = parameters.get("body", parameters.get("data"))
     if body is None and (parameters or str(headers.get("content-type", "")).startswith(_FORMS)):
         body = b""  # a form, which TorchServe takes apart and this API does not take
-    return Job(context.get_request_id(index), headers.get("url_path") or "", body)
+    request_id = str(headers.get(REQUEST_ID_HEADER, ""))
+    return Job(
+        context.get_request_id(index),
+        headers.get("url_path") or "",
+        body,
+        request_id if _REQUEST_ID.fullmatch(request_id) else None,
+    )
 
 
 def _set_head(context: Any, index: int, piece: Piece) -> None:

@@ -20,17 +20,20 @@ import json
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.errors import internal
+from offramp.serve.protocol.faults import log_fault
 from offramp.serve.protocol.replies import EVENT_STREAM, JSON, Complete, Generation, encode
 from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.torchserve.settings import HandlerSettings
 
 log = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "offramp-request-id"
+"""The request header in which a gateway says what it calls a request."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,13 @@ class Job:
         path: What follows the model's version in the URL.
         body: The request's body, as bytes or as what TorchServe has made of them; None when there is no payload, as in
             all calls after a job's first piece.
+        request_id: What the gateway calls the request, if one has sent it; the answer's id is made of it.
     """
 
     id: str
     path: str
     body: object
+    request_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -133,9 +138,9 @@ class Jobs:
         try:
             if job.body is None and (job.id in self._dead or job.path.strip("/") in _GENERATING):
                 return self._without_payload(job.id)
-            reply = self._service.open(job.path, _octets(job.body), job.id)
+            reply = self._service.open(job.path, _octets(job.body), job.request_id or job.id)
         except Exception as error:  # a fault of ours must not reach the other jobs
-            _log_fault("A request could not be taken in", error)
+            log_fault(log, "A request could not be taken in", error)
             reply = Complete.of_error(internal(type(error).__name__))
         if isinstance(reply, Complete):
             return _whole(reply, self._service.card.headers())
@@ -172,7 +177,7 @@ class Jobs:
         try:
             body, last = live.reply.take(self._settings.max_piece_bytes)
         except Exception as error:
-            _log_fault("An answer could not be formatted", error)
+            log_fault(log, "An answer could not be formatted", error)
             body, last = b"", True
         error = live.reply.error
         if error is not None and live.pieces == 0:
@@ -214,11 +219,6 @@ def _octets(body: object) -> bytes:
 
 def _whole(reply: Complete, headers: dict[str, str]) -> Piece:
     return Piece(reply.body, None, reply.status, JSON, {**headers, **reply.headers})
-
-
-def _log_fault(what: str, error: Exception) -> None:
-    """A fault of ours, without its message: that may quote a client's words, which must not reach the log."""
-    log.error("%s: %s\n%s", what, type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
 
 
 _GENERATING = frozenset({"v1/completions", "v1/chat/completions"})

@@ -1,0 +1,184 @@
+"""What stands behind the gateway: each model's version, and whether it answers. Looked after in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from offramp.serve.gateway.settings import GatewaySettings, ModelSettings
+from offramp.serve.gateway.torchserve_keys import Kind, TorchServeKeys, is_about_the_key
+from offramp.serve.http.endpoints import MODEL_NAME
+from offramp.serve.protocol.errors import ApiError, unknown_model
+from offramp.serve.protocol.faults import log_fault
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a request goes.
+
+    Attributes:
+        url: TorchServe's inference address.
+        model: Name of the model.
+        version: Its version.
+    """
+
+    url: str
+    model: str
+    version: str
+
+    @property
+    def name(self) -> str:
+        """Of model and version, for the access log."""
+        return f"{self.model}@{self.version}"
+
+    def address(self, path: str) -> str:
+        """The URL of a path of the API, such as ``v1/completions``."""
+        return f"{self.url}/predictions/{self.model}/{self.version}/{path}"
+
+
+class Deployment:
+    """One model behind the gateway.
+
+    Args:
+        name: Of the model.
+        settings: Where it is.
+        client: Asks it.
+        timeout_s: Longest wait for an answer about it.
+
+    Attributes:
+        keys: Those that its TorchServe wants, if it wants any.
+        version: The version that answers; None while it is not known.
+        card: The model object of ``/v1/models/NAME``; None before its first answer.
+        unready: Why it does not answer; None while it does.
+    """
+
+    def __init__(self, name: str, settings: ModelSettings, client: httpx2.AsyncClient, timeout_s: float) -> None:
+        self._name = name
+        self._settings = settings
+        self._client = client
+        self._timeout_s = timeout_s
+        self.keys = None
+        if settings.key_file is not None and settings.management is not None:
+            self.keys = TorchServeKeys(settings.key_file, settings.management, client)
+        self.version = settings.version
+        self.card: dict[str, Any] | None = None
+        self.unready: str | None = "it has not been asked yet"
+
+    async def look(self) -> None:
+        """Asks for its version and whether it answers."""
+        before = self.unready
+        try:
+            self.unready = await self._look()
+        except httpx2.HTTPError:
+            self.unready = "it does not answer"
+        except Exception as error:  # whatever it says, it is asked again
+            log_fault(log, f"Model {self._name} could not be asked", error)
+            self.unready = "what it answers is not understood"
+        if self.unready != before:
+            log.warning("Model %s: %s", self._name, self.unready or f"version {self.version} answers")
+
+    async def find_version(self) -> None:
+        """Asks TorchServe for the version that is its default now, where that is what answers."""
+        if self._settings.management is None:
+            return
+        # Never with a query: one of them makes TorchServe's worker spin.
+        response = await self._get(f"{self._settings.management}/models/{self._name}", "management")
+        if response.status_code == 200:
+            version = json.loads(response.content)[0]["modelVersion"]
+            if not re.fullmatch(MODEL_NAME, version):
+                raise ValueError("a version that cannot stand in a URL")
+            if version != self.version:
+                self.version, self.card = version, None
+
+    def header(self, kind: Kind) -> dict[str, str]:
+        """What a request to its TorchServe carries."""
+        return {} if self.keys is None else self.keys.header(kind)
+
+    def target(self, version: str | None) -> Target:
+        """Where a request for this version goes; None: for the one that answers.
+
+        Raises:
+            ApiError: 503 while none is known.
+        """
+        version = version or self.version
+        if version is None:
+            raise not_ready(self._name)
+        return Target(self._settings.url, self._name, version)
+
+    async def _look(self) -> str | None:
+        await self.find_version()
+        if self.version is None:
+            return "TorchServe does not have it"
+        target = self.target(None)
+        response = await self._get(target.address("health"), "inference")
+        if response.status_code != 200:
+            return "its engine does not run"
+        if self.card is None:
+            response = await self._get(target.address(f"v1/models/{self._name}"), "inference")
+            self.card = dict(json.loads(response.content)) if response.status_code == 200 else None
+        return None if self.card is not None else "it does not say what it is"
+
+    async def _get(self, address: str, kind: Kind) -> httpx2.Response:
+        key = self.header(kind)
+        response = await self._client.get(address, timeout=self._timeout_s, headers=key)
+        if self.keys is None or not is_about_the_key(response.status_code, response.content):
+            return response
+        await self.keys.refresh(kind, key)
+        return await self._client.get(address, timeout=self._timeout_s, headers=self.header(kind))
+
+
+class Deployments:
+    """All models behind the gateway.
+
+    Args:
+        settings: Which they are.
+        client: Asks them.
+    """
+
+    def __init__(self, settings: GatewaySettings, client: httpx2.AsyncClient) -> None:
+        self._poll_s = settings.poll_s
+        timeout_s = max(settings.poll_s, settings.connect_timeout_s)
+        self.by_name: Mapping[str, Deployment] = {
+            name: Deployment(name, model, client, timeout_s) for name, model in settings.models.items()
+        }
+
+    async def watch(self) -> None:
+        """Looks after all of them until it is cancelled, each for itself: one that is stuck holds no other up."""
+        await asyncio.gather(*(self._watch(deployment) for deployment in self.by_name.values()))
+
+    async def _watch(self, deployment: Deployment) -> None:
+        while True:
+            await deployment.look()
+            await asyncio.sleep(self._poll_s)
+
+    def find(self, model: str) -> tuple[Deployment, str | None]:
+        """The model of a request, and the version if it names one: ``NAME`` or ``NAME@VERSION``.
+
+        Raises:
+            ApiError: 404 for a model that is not here.
+        """
+        name, at, version = model.partition("@")
+        deployment = self.by_name.get(name)
+        if deployment is None or (at and not re.fullmatch(MODEL_NAME, version)):
+            raise unknown_model(model[:80], ", ".join(self.by_name))
+        return deployment, version or None
+
+
+def not_ready(model: str) -> ApiError:
+    """503: the model is there, and cannot answer now."""
+    return ApiError(
+        503,
+        f"The model {model!r} cannot answer now; try again later.",
+        type="server_error",
+        code="model_not_ready",
+        headers={"Retry-After": "2"},
+    )

@@ -1,0 +1,1 @@
+"""The OpenAI API over HTTP: a strict front door, and behind it whatever answers."""

@@ -1,0 +1,118 @@
+"""Answers from an engine in this process.
+
+The engine iterates in its thread, the event loop sends. Whoever waits here is woken after each iteration and takes what
+is there for it. A status is sent only when there is something to send with it, because a client that leaves is noticed
+at any time: so every fault that is found before the first word has a status of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from anyio import CapacityLimiter, to_thread
+
+from offramp.serve.engine_thread import EngineThread
+from offramp.serve.http.backend import Answer, Asked
+from offramp.serve.http.news import News
+from offramp.serve.protocol.replies import JSON, Complete, Generation, encode
+from offramp.serve.protocol.service import OpenAIService
+from offramp.serve.request.output import RequestOutput
+
+OnIteration = Callable[[Sequence[RequestOutput]], None]
+_OVERDUE_EVERY_S = 0.5
+_MAX_PIECE_BYTES = 1_000_000  # so that a long answer is written in parts that the event loop can be left between
+
+
+class EngineBackend:
+    """One model in this process.
+
+    Args:
+        start: Starts the engine's thread with an observer of its iterations, and gives the service on it.
+        compile_limit_s: Longest time for which a language is compiled, and before that longest wait for those of
+            others.
+    """
+
+    def __init__(
+        self, start: Callable[[OnIteration], tuple[EngineThread, OpenAIService]], *, compile_limit_s: float = 30.0
+    ) -> None:
+        self._start = start
+        self._compile_limit_s = compile_limit_s
+        self._thread: EngineThread | None = None
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine has stopped; None while it runs."""
+        return None if self._thread is None else self._thread.failure
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Starts the engine and lets it generate a token: from then on it is known that it can."""
+        self._news = News(asyncio.get_running_loop())
+        # Tokenizers are not made to be used by several threads at once, and one request after the other is no slower.
+        self._turn = CapacityLimiter(1)
+        self._thread, self._service = self._start(lambda outputs: self._news.announce())
+        overdue = asyncio.create_task(self._refuse_overdue(self._thread))
+        try:
+            prompt = encode({"model": self._service.card.name, "prompt": [0], "max_tokens": 1, "temperature": 0})
+            async with self.open(Asked("v1/completions", prompt, "warm-up")):
+                pass
+            yield
+        finally:
+            overdue.cancel()
+            await to_thread.run_sync(self._thread.close)
+
+    @asynccontextmanager
+    async def open(self, asked: Asked) -> AsyncIterator[Answer]:
+        """See `Backend`."""
+        card = self._service.card
+        # Beside the event loop: to tokenize a long prompt takes as long as many iterations.
+        reply = await to_thread.run_sync(
+            self._service.open, asked.path, asked.body, asked.request_id, limiter=self._turn
+        )
+        if isinstance(reply, Complete):
+            headers = {**card.headers(), **reply.headers}
+            yield Answer(reply.status, reply.body, JSON, headers, card.name_and_version)
+            return
+        try:
+            if reply.stream:
+                first, last = await self._next_piece(reply)
+                body = self._pieces(reply, first, last)
+            else:
+                body = b""
+                last = False
+                while not last:
+                    piece, last = await self._next_piece(reply)
+                    body += piece
+            if reply.error is not None:
+                raise reply.error
+            yield Answer(200, body, reply.content_type, card.headers(), card.name_and_version)
+        finally:
+            self._service.abandon(reply)
+
+    def unready(self) -> str | None:
+        """See `Backend`."""
+        if self._thread is None:
+            return "the engine has not started"
+        return None if self._thread.failure is None else "the engine has stopped"
+
+    async def _next_piece(self, reply: Generation) -> tuple[bytes, bool]:
+        """The next piece that is not empty, or the last, and whether it is the last."""
+        while True:
+            news = self._news.next
+            piece, last = reply.take(_MAX_PIECE_BYTES)
+            if piece or last:
+                return piece, last
+            await news.wait()
+
+    async def _pieces(self, reply: Generation, piece: bytes, last: bool) -> AsyncIterator[bytes]:
+        yield piece
+        while not last:
+            piece, last = await self._next_piece(reply)
+            yield piece
+
+    async def _refuse_overdue(self, thread: EngineThread) -> None:
+        while True:
+            await asyncio.sleep(_OVERDUE_EVERY_S)
+            thread.refuse_overdue(self._compile_limit_s)

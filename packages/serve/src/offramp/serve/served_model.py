@@ -1,0 +1,62 @@
+"""A checkpoint behind the protocol: engine, thread and service put together, in the one way that every front needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from offramp.serve.config import EngineConfig
+from offramp.serve.engine import Engine
+from offramp.serve.engine_thread import EngineThread
+from offramp.serve.protocol.card import ModelCard
+from offramp.serve.protocol.service import OpenAIService
+from offramp.serve.request.output import RequestOutput
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that has been loaded to be served.
+
+    Attributes:
+        engine: Holds the model.
+        card: What is served, and its limits.
+        max_requests: Most requests that run and wait together.
+    """
+
+    engine: Engine
+    card: ModelCard
+    max_requests: int
+
+    @classmethod
+    def load(cls, checkpoint: Path, config: EngineConfig, *, name: str, version: str) -> ServedModel:
+        """Loads a checkpoint directory.
+
+        Raises:
+            OfframpError: The directory is not complete and consistent, or does not fit the settings.
+        """
+        # The thread refuses what is too much, in the call that brings it. The engine's own limit must not come before:
+        # all that the thread admits may arrive between two iterations, when nobody has a seat yet.
+        max_requests = config.max_num_seqs + config.max_waiting
+        engine = Engine.from_checkpoint(checkpoint, dataclasses.replace(config, max_waiting=max_requests))
+        card = ModelCard.of(
+            engine.checkpoint,
+            name=name,
+            version=version,
+            max_model_len=engine.max_model_len,
+            cache_tokens=engine.cache_tokens,
+        )
+        return cls(engine, card, max_requests)
+
+    def start(
+        self, on_iteration: Callable[[Sequence[RequestOutput]], None], *, lease_s: float | None = None
+    ) -> tuple[EngineThread, OpenAIService]:
+        """Starts the engine's thread, and gives the service on it; both arguments are those of `EngineThread`."""
+        thread = EngineThread(self.engine, max_requests=self.max_requests, lease_s=lease_s, on_iteration=on_iteration)
+        service = OpenAIService(thread, self.engine.tokenizer, self.card, self.engine.check)
+        # What loading made stays until the end, and a full collection takes hundreds of milliseconds to walk over it.
+        gc.collect()
+        gc.freeze()
+        return thread, service
