@@ -18,8 +18,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from offramp.common.checkpoint import sha256
 from offramp.common.exits.config import ExitConfig
+from offramp.common.file_hash import sha256
 from offramp.common.importing import NewExits, import_model
 from offramp.train.data.datamodule import TextDataModule
 from offramp.train.data.sources import SourceConfig

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
+import os
+import shutil
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from offramp.serve.config import EngineConfig
 from offramp.serve.model_source import resolve_model
 from offramp.serve.torchserve import java
 from offramp.serve.torchserve.archive import archive, is_model_folder, read_manifest
+from offramp.serve.torchserve.checksums import SUMS, verify
 from offramp.serve.torchserve.server import TorchServe
 from offramp.serve.torchserve.settings import HandlerSettings
 
@@ -217,3 +222,55 @@ def test_settings_of_the_handler_that_cannot_be_are_refused_by_name(settings: di
     (name,) = settings
     with pytest.raises(OfframpError, match=name):
         HandlerSettings(**settings)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_same_inputs_give_the_same_bytes(checkpoint: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"dtype": "bf16", "max_num_seqs": 4}
+    first = archive(checkpoint, tmp_path / "one" / "m", name="m", version="2", engine=settings)
+    elsewhere = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+    for file in elsewhere.iterdir():
+        os.utime(file, (0, 0))
+    again = archive(elsewhere, tmp_path / "two" / "n", name="m", version="2", engine=dict(reversed(settings.items())))
+    assert tree(first) == tree(again)
+    assert verify(first) == verify(again)
+    others = [
+        archive(checkpoint, tmp_path / "three", name="m", version="3", engine=settings),
+        archive(checkpoint, tmp_path / "four", name="m", version="2"),
+    ]
+    (elsewhere / "config.json").write_text("another")
+    others.append(archive(elsewhere, tmp_path / "five", name="m", version="2", engine=settings))
+    assert len({verify(folder) for folder in [first, *others]}) == 4
+
+
+def test_the_hashes_are_those_of_sha256sum(checkpoint: Path, tmp_path: Path) -> None:
+    folder = archive(checkpoint, tmp_path / "m", name="m")
+    for line in (folder / SUMS).read_text().splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+    assert verify(folder) == hashlib.sha256((folder / SUMS).read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "checkpoint" / "config.json").unlink(), "checkpoint/config.json is missing"),
+        (lambda folder: (folder / "checkpoint" / "new.json").touch(), "checkpoint/new.json is not one of its files"),
+        (lambda folder: (folder / "model-config.yaml").write_text("batchSize: 1"), "model-config.yaml has changed"),
+        (lambda folder: (folder / SUMS).unlink(), "no list of hashes"),
+        (lambda folder: (folder / SUMS).write_text("../../etc/passwd\n"), "not a list of hashes"),
+    ],
+)
+def test_a_changed_folder_is_found_out(
+    checkpoint: Path, tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    folder = archive(checkpoint, tmp_path / "m", name="m")
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "handler.cpython-310.pyc").touch()
+    verify(folder)
+    damage(folder)
+    with pytest.raises(OfframpError, match=words):
+        verify(folder)

@@ -11,7 +11,6 @@ that names the path and the remedy. Nothing is ever served with random weights.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -30,6 +29,7 @@ from torch import Tensor
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
+from offramp.common.file_hash import sha256
 from offramp.common.hf import INDEX, SINGLE, read_json, read_tensors, read_weights, weight_files, write_weights
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
@@ -226,15 +226,6 @@ def hashed_files(directory: Path) -> list[Path]:
     """Every file with weights."""
     heads = directory / EXITS_WEIGHTS
     return [*weight_files(directory), *([heads] if heads.is_file() else [])]
-
-
-def sha256(file: Path) -> str:
-    """Hex digest of a file."""
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while chunk := handle.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _read_record(directory: Path, verify: bool) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from offramp.common.checkpoint import sha256
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
+from offramp.common.file_hash import sha256
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 

@@ -31,8 +31,10 @@ class ServedModel:
     max_requests: int
 
     @classmethod
-    def load(cls, checkpoint: Path, config: EngineConfig, *, name: str, version: str) -> ServedModel:
-        """Loads a checkpoint directory.
+    def load(
+        cls, checkpoint: Path, config: EngineConfig, *, name: str, version: str, archive_sha256: str | None = None
+    ) -> ServedModel:
+        """Loads a checkpoint directory; `archive_sha256` is the hash of the model folder that it lies in, if it does.
 
         Raises:
             OfframpError: The directory is not complete and consistent, or does not fit the settings.
@@ -47,6 +49,7 @@ class ServedModel:
             version=version,
             max_model_len=engine.max_model_len,
             cache_tokens=engine.cache_tokens,
+            archive_sha256=archive_sha256,
         )
         return cls(engine, card, max_requests)
 

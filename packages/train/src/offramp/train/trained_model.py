@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offramp.common.checkpoint import EXITS_WEIGHTS, hashed_files, names_above, sha256
+from offramp.common.checkpoint import EXITS_WEIGHTS, hashed_files, names_above
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
+from offramp.common.file_hash import sha256
 from offramp.common.hf import read_json, read_tensors, read_weights
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer

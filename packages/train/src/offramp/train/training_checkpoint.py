@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from offramp.common.checkpoint import sha256
 from offramp.common.errors import OfframpError
+from offramp.common.file_hash import sha256
 from offramp.common.hf import read_json
 
 RECORD_FILE = "offramp.json"

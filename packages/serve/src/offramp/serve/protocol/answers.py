@@ -178,6 +178,7 @@ class ModelFacts(BaseModel):
     max_model_len: int
     run_id: str | None
     config_hash: str | None
+    archive_sha256: str | None
 
 
 class Model(_Answer):

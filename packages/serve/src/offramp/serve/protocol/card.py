@@ -29,6 +29,7 @@ class ModelCard:
         cache_tokens: Longest prompt and completion together that the KV cache can hold, in tokens.
         run_id: The training run that the checkpoint comes from, if it says so.
         config_hash: SHA-256 of that run's settings, if the checkpoint says so.
+        archive_sha256: hash of the model folder that it was loaded from, if it was one.
     """
 
     name: str
@@ -43,9 +44,19 @@ class ModelCard:
     cache_tokens: int
     run_id: str | None = None
     config_hash: str | None = None
+    archive_sha256: str | None = None
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, name: str, version: str, max_model_len: int, cache_tokens: int) -> ModelCard:
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        name: str,
+        version: str,
+        max_model_len: int,
+        cache_tokens: int,
+        archive_sha256: str | None = None,
+    ) -> ModelCard:
         """The card of a checkpoint that has just been loaded; the limits are the engine's."""
         return cls(
             name=name,
@@ -60,6 +71,7 @@ class ModelCard:
             cache_tokens=cache_tokens,
             run_id=checkpoint.provenance.get("run_id"),
             config_hash=checkpoint.provenance.get("settings_sha256"),
+            archive_sha256=archive_sha256,
         )
 
     @property
@@ -82,6 +94,7 @@ class ModelCard:
                 "max_model_len": self.max_model_len,
                 "run_id": self.run_id,
                 "config_hash": self.config_hash,
+                "archive_sha256": self.archive_sha256,
             },
         }
 

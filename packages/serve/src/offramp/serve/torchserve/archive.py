@@ -1,6 +1,9 @@
 """A checkpoint directory as a model folder that TorchServe loads: no archive file, and no second copy of the weights.
 
+The same checkpoint, name, version and settings give the same bytes, whenever and wherever.
+
 - ``MAR-INF/MANIFEST.json``: what TorchServe reads first
+- ``MAR-INF/SHA256SUMS``: hashes of all other files, which the handler checks before it loads anything
 - ``handler.py``: names the handler class
 - ``model-config.yaml``: settings of the worker, the handler and the engine
 - ``checkpoint/``: the checkpoint directory, hard-linked where the file system can
@@ -13,19 +16,23 @@ import os
 import re
 import shutil
 import tempfile
-from datetime import datetime, timezone
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from offramp.common.errors import OfframpError
+from offramp.serve.torchserve.checksums import SUMS, folder_sha256, format_sums
 from offramp.serve.torchserve.settings import HandlerSettings, WorkerSettings, model_config
 
 CHECKPOINT = "checkpoint"
 MANIFEST = Path("MAR-INF") / "MANIFEST.json"
 MODEL_CONFIG = "model-config.yaml"
 HANDLER = "handler.py"
+BUILDING = ".building-"
+"""What the name of a folder begins with as long as it is not whole."""
 
 _HANDLER_SOURCE = '''"""TorchServe loads the one class that this module defines."""
 
@@ -42,6 +49,72 @@ class Handler(OfframpHandler):
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # An allow-list: the folder goes to a server, so no pickle, no optimizer state and no hidden file comes along.
 _SUFFIXES = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja", ".md"})
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A model folder before it is made.
+
+    Attributes:
+        files: What each file holds, or the file of the checkpoint that it is, by path within the folder.
+        sums: Their hashes, the text of `SHA256SUMS`.
+    """
+
+    files: Mapping[str, Path | bytes]
+    sums: str
+
+    @classmethod
+    def of(cls, files: Mapping[str, Path | bytes]) -> Contents:
+        """Hashes every file.
+
+        Raises:
+            OfframpError: One cannot be read.
+        """
+        try:
+            return cls(files, format_sums(files))
+        except OSError as fault:
+            raise OfframpError(f"the checkpoint cannot be read: {fault}; check its permissions.") from fault
+
+    @property
+    def sha256(self) -> str:
+        """One hash for all of it."""
+        return folder_sha256(self.sums)
+
+    @property
+    def unnamed_sha256(self) -> str:
+        """The same, whatever name and version the model gets."""
+        lines = self.sums.splitlines(keepends=True)
+        return folder_sha256("".join(line for line in lines if not line.endswith(f"  {MANIFEST}\n")))
+
+
+def contents(
+    checkpoint: Path,
+    *,
+    name: str,
+    version: str = "1.0",
+    engine: dict[str, Any] | None = None,
+    handler: HandlerSettings | None = None,
+    worker: WorkerSettings | None = None,
+) -> Contents:
+    """What a model folder would hold; the arguments are those of `archive`.
+
+    Raises:
+        OfframpError: `checkpoint` is no checkpoint directory, or the name cannot stand in a URL.
+    """
+    for what, text in (("model name", name), ("model version", version)):
+        if not _NAME.fullmatch(text):
+            raise OfframpError(
+                f"{what} {text!r} cannot stand in a URL; use letters, digits, dots, dashes and underscores."
+            )
+    settings = model_config(worker or WorkerSettings(), handler or HandlerSettings(), engine or {})
+    return Contents.of(
+        {
+            **{f"{CHECKPOINT}/{file.name}": file for file in _checkpoint_files(checkpoint)},
+            str(MANIFEST): f"{json.dumps(_manifest(name, version), indent=2)}\n".encode(),
+            HANDLER: _HANDLER_SOURCE.encode(),
+            MODEL_CONFIG: yaml.safe_dump(settings, sort_keys=False).encode(),
+        }
+    )
 
 
 def archive(
@@ -76,13 +149,7 @@ def archive(
         OfframpError: `checkpoint` is no checkpoint directory, the name cannot stand in a URL, or `folder` exists, lies
             in the checkpoint or cannot be written.
     """
-    for what, text in (("model name", name), ("model version", version)):
-        if not _NAME.fullmatch(text):
-            raise OfframpError(
-                f"{what} {text!r} cannot stand in a URL; use letters, digits, dots, dashes and underscores."
-            )
-    settings = model_config(worker or WorkerSettings(), handler or HandlerSettings(), engine or {})
-    files = _checkpoint_files(checkpoint)
+    made = contents(checkpoint, name=name, version=version, engine=engine, handler=handler, worker=worker)
     if folder.exists():
         if not overwrite:
             raise OfframpError(f"{folder} already exists; choose another place or overwrite it with --force.")
@@ -90,24 +157,33 @@ def archive(
             raise OfframpError(f"{folder} is not a model folder, so it is not overwritten; choose another place.")
     if checkpoint.resolve() in folder.resolve().parents:
         raise OfframpError(f"{folder} lies in the checkpoint directory {checkpoint}; choose a place outside of it.")
+    return write(made, folder)
+
+
+def write(made: Contents, folder: Path) -> Path:
+    """Puts a model folder where it belongs, whole or not at all, in place of one that is there.
+
+    Raises:
+        OfframpError: It cannot be written.
+    """
     try:
-        _build(files, folder, _manifest(name, version), settings)
+        _build(made, folder)
     except (OSError, shutil.Error) as fault:
         raise OfframpError(f"{folder} cannot be written: {fault}; choose another place.") from fault
     return folder
 
 
-def _build(files: list[Path], folder: Path, manifest: dict[str, Any], settings: dict[str, Any]) -> None:
+def _build(made: Contents, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    building = Path(tempfile.mkdtemp(prefix=f"{BUILDING}{folder.name}.", dir=folder.parent))
     try:
-        (building / CHECKPOINT).mkdir()
-        for file in files:
-            _link_or_copy(file, building / CHECKPOINT / file.name)
-        (building / MANIFEST).parent.mkdir()
-        (building / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        (building / HANDLER).write_text(_HANDLER_SOURCE)
-        (building / MODEL_CONFIG).write_text(yaml.safe_dump(settings, sort_keys=False))
+        for name, content in {**made.files, str(SUMS): made.sums.encode()}.items():
+            place = building / name
+            place.parent.mkdir(exist_ok=True)
+            if isinstance(content, bytes):
+                place.write_bytes(content)
+            else:
+                _link_or_copy(content, place)
         building.chmod(0o755)  # mkdtemp's 0700 would lock out a server that runs as another user
         if folder.exists():
             shutil.rmtree(folder)
@@ -166,7 +242,7 @@ def _manifest(name: str, version: str) -> dict[str, Any]:
     return {
         "runtime": "python",
         "archiverVersion": "0.12.0",
-        "createdOn": datetime.now(timezone.utc).strftime("%d/%m/%Y %H:%M:%S"),
+        "createdOn": "01/01/1980 00:00:00",  # TorchServe wants some time, and the true one would be another every time
         "model": {
             "modelName": name,
             "modelVersion": version,

@@ -18,7 +18,7 @@ from offramp.serve.config import EngineConfig
 from offramp.serve.protocol.errors import PHRASES
 from offramp.serve.request.output import RequestOutput
 from offramp.serve.served_model import ServedModel
-from offramp.serve.torchserve import archive, worker_log
+from offramp.serve.torchserve import archive, checksums, worker_log
 from offramp.serve.torchserve.jobs import REQUEST_ID_HEADER, Job, Jobs, Piece
 from offramp.serve.torchserve.metrics import METRICS, MetricsReporter
 from offramp.serve.torchserve.settings import HandlerSettings
@@ -71,15 +71,22 @@ class OfframpHandler:
         manifest = context.manifest["model"]
         # resolve: TorchServe gives a link of its own making, which would mean nothing in a message.
         folder = Path(context.system_properties["model_dir"]).resolve()
+        sha256 = checksums.verify(folder)
         model = ServedModel.load(
-            folder / archive.CHECKPOINT, config, name=context.model_name, version=str(manifest["modelVersion"])
+            folder / archive.CHECKPOINT,
+            config,
+            name=context.model_name,
+            version=str(manifest["modelVersion"]),
+            archive_sha256=sha256,
         )
-        labels = [context.model_name]
+        labels = {"model_name": model.card.name, "model_version": model.card.version}
         metrics = {
-            name: context.metrics.add_metric_to_cache(name, unit, ["model_name"], MetricTypes[kind])
+            name: context.metrics.add_metric_to_cache(name, unit, list(labels), MetricTypes[kind])
             for name, (kind, unit) in METRICS.items()
         }
-        totals = MetricsReporter(lambda name, value: metrics[name].add_or_update(value, labels), model.engine.metrics)
+        totals = MetricsReporter(
+            lambda name, value: metrics[name].add_or_update(value, list(labels.values())), model.engine.metrics
+        )
 
         def after_iteration(outputs: Sequence[RequestOutput]) -> None:
             self._jobs.wake()

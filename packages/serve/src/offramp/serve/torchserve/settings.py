@@ -97,5 +97,5 @@ def model_config(worker: WorkerSettings, handler: HandlerSettings, engine: dict[
         "deviceType": "cpu",  # the engine chooses its device itself; TorchServe would only count workers per GPU
         "continuousBatching": True,
         "handler": dataclasses.asdict(handler),
-        "engine": engine,
+        "engine": dict(sorted(engine.items())),  # however they were given, the file is the same
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from offramp.common.checkpoint import sha256
+from offramp.common.file_hash import sha256
 
 
 def directory_sha256(directory: Path) -> str:
