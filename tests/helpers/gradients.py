@@ -32,8 +32,8 @@ LAYERS = 4
 class Case:
     """One way to cut, tie and train a tiny model.
 
-    `fill` are passes of partial micro-batches in the warm-up and in the cool-down, by stage. With a `loss_scale`, a
-    gradient of stage `overflows` is made infinite in a first step.
+    `fill` are passes of partial micro-batches in the warm-up and in the cool-down, by stage. In a first step, with a
+    `loss_scale` a gradient of rank `overflows` is made infinite, and a loss of rank `spoils`, but not its gradient.
     """
 
     exits: tuple[int, ...] = (1, 2)
@@ -54,6 +54,7 @@ class Case:
     fill: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     loss_scale: float | None = None
     overflows: int | None = None
+    spoils: int | None = None
     frozen: tuple[str, ...] = ()
     rows: int = 7
     tensor: int = 1
@@ -293,7 +294,7 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
             unscale = engine._unscale
 
             def overflow(engine: EarlyExitPipelineEngine = engine, case: Case = case, unscale: Any = unscale) -> bool:
-                if engine.stage_id == case.overflows:
+                if dist.get_rank() == case.overflows:
                     next(p.grad for p in engine.module.parameters() if p.grad is not None).view(-1)[0] = float("inf")
                 return unscale()
 
@@ -302,6 +303,21 @@ def pipeline(cases: list[tuple[int, Case]]) -> list[dict[str, Any]]:
             assert not gradients, "no step is made"
             assert all(p.grad is None for p in engine.module.parameters())
             engine._unscale = unscale
+        if case.spoils is not None:
+            spread = engine._spread_the_word
+
+            def spoil(engine: EarlyExitPipelineEngine = engine, case: Case = case, spread: Any = spread) -> None:
+                if dist.get_rank() == case.spoils:
+                    assert engine._sums is not None
+                    engine._sums.values[0] = float("inf")
+                spread()
+
+            engine._spread_the_word = spoil
+            engine.train_batch(micro, counts)
+            assert not math.isfinite(engine.grad_norm), "every rank knows that no step may be made"
+            assert all(p.grad is None for p in engine.module.parameters())
+            gradients.clear()
+            engine._spread_the_word = spread
         if case.fill is None:
             sums = engine.train_batch(micro, counts)
         else:

@@ -1,8 +1,12 @@
-"""A divided vocabulary gives the losses of a whole one, and a divided stage is put together from its files."""
+"""A divided vocabulary gives the losses of a whole one, a divided stage is put together from its files, and a rank
+that others wait for in vain is said.
+"""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from helpers.gradients import Case
 from helpers.processes import run_processes
 from helpers.tiny import tiny_model
 from offramp.common.errors import OfframpError
@@ -37,6 +42,7 @@ def case(vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 KIND = TokenLoss(temperature=1.5, smoothing=0.1, by_confidence=True)
+Found = list[tuple[list[dict[str, Tensor]], str]]
 NAMES = ("loss", "x", "predicted", "taught x", "certainty", "certain x")
 
 
@@ -56,9 +62,46 @@ def measured(
     }  # fmt: skip
 
 
+def two_ranks() -> tuple[list[dict[str, Tensor]], str]:
+    """What each of two ranks finds; the second stops in the end."""
+    import deepspeed
+
+    from offramp.train.pipeline import quiet_deepspeed  # noqa: F401
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    return divided(), one_that_stops()
+
+
+def one_that_stops() -> str:
+    """Rank 1 stops before the second micro-batch; returns what the other is told."""
+    from offramp.train.pipeline.engine import deepspeed_config, make_engine
+    from offramp.train.pipeline.exchange import Exchange
+    from offramp.train.pipeline.stage_module import StageModule
+
+    case = Case(tensor=2, micro_batches=3)
+    model = case.model()
+    module = StageModule(model, plan_stages(model.config, model.exit_config, 1), case.tensor)
+    engine = make_engine(module, deepspeed_config(), torch.optim.SGD(module.parameters(), lr=0.0))
+    engine.links.limit_to(timedelta(seconds=2))
+    engine.objective = case.run_objective().evaluated
+    forward = engine._forward
+
+    def stop(micro_batch: int, exchange: Exchange) -> None:
+        if micro_batch == 1 and dist.get_rank() == 1:
+            threading.Event().wait(5)  # longer than the other has patience
+            raise OfframpError("stopped")
+        forward(micro_batch, exchange)
+
+    engine._forward = stop
+    try:
+        engine.eval_batch(case.batch(0).split(case.micro_batches))
+    except OfframpError as fault:
+        return str(fault)
+    return ""
+
+
 def divided() -> list[dict[str, Tensor]]:
     """In each rank: its answers for every vocabulary and type."""
-    dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
     ranks = TensorGroup(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     answers = []
@@ -70,8 +113,22 @@ def divided() -> list[dict[str, Tensor]]:
     return answers
 
 
-def test_a_divided_vocabulary_is_the_whole_one() -> None:
-    answers = run_processes(divided, 2, timeout_s=300)
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return run_processes(two_ranks, 2, timeout_s=300)
+
+
+def test_a_rank_that_stops_is_said_by_those_that_share_its_stage(found: Found) -> None:
+    (_, told), (_, stopped) = found
+    assert stopped == "stopped"
+    assert told.startswith(
+        "stage 0 (rank 0) waited 0.0333333 minutes (timeout_minutes) for sums among the tensor ranks in micro-batch 2 "
+        "and another rank of the stage did not answer; "
+    )
+
+
+def test_a_divided_vocabulary_is_the_whole_one(found: Found) -> None:
+    answers = [answer for answer, _ in found]
     cases = [(vocab, dtype) for vocab in VOCABULARIES for dtype in (torch.float64, torch.float32)]
     for index, (vocab, dtype) in enumerate(cases):
         expected = measured(*case(vocab, dtype))

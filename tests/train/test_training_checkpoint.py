@@ -8,8 +8,11 @@ import random
 import resource
 import shutil
 import subprocess
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 
 from helpers.fitting import fit
 from helpers.processes import run_processes
@@ -26,8 +30,11 @@ from offramp.common.exits.config import ExitConfig
 from offramp.train import training_checkpoint
 from offramp.train.checkpoint_io import WholeFileIO
 from offramp.train.cli import last_checkpoint
+from offramp.train.lost_process import LostProcess
 from offramp.train.optim import OptimizerConfig
 from offramp.train.pipeline import checkpoints
+from offramp.train.pipeline.exchange import watched
+from offramp.train.pipeline.strategy import DeepSpeedPipelineStrategy
 from offramp.train.random_state import random_state, set_random_state
 from offramp.train.training_checkpoint import FILES, RECORD_FILE, damage, describe, put_in_place, scratch_of
 
@@ -147,6 +154,27 @@ def test_all_ranks_stop_where_one_cannot_write(
     with pytest.raises(kind, match=words):
         write()
     assert not os.listdir(tmp_path)
+
+
+def test_whoever_waits_in_vain_for_others_says_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*args: Any) -> None:
+        raise RuntimeError("Timed out waiting 2000ms for recv operation to complete")
+
+    def watch(what: str) -> AbstractContextManager[None]:
+        return watched("stage 1 (rank 3)", what, "another process", timedelta(minutes=30))
+
+    strategy = DeepSpeedPipelineStrategy()
+    engine: Any = SimpleNamespace(watched=watch, fp16_scale=None)
+    strategy._engine = engine
+    monkeypatch.setattr(checkpoints, "save", late)
+    monkeypatch.setattr(DDPStrategy, "reduce", late)
+    monkeypatch.setattr(strategy, "broadcast", lambda name: name)
+    monkeypatch.setattr(strategy, "_layout", dict)
+    waited = r"^stage 1 \(rank 3\) waited 30 minutes \(timeout_minutes\) for "
+    with pytest.raises(LostProcess, match=f"{waited}all parts of a.ckpt and another process did not answer"):
+        strategy.save_checkpoint({}, "a.ckpt")
+    with pytest.raises(LostProcess, match=f"{waited}sums of metrics over all processes"):
+        strategy.reduce(torch.zeros(1), reduce_op="sum")
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:

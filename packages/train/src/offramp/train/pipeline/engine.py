@@ -33,7 +33,7 @@ from offramp.train.losses import ExitLosses, ExitSums, MicroBatch, Objective
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
 from offramp.train.pipeline.averaging import average_gradients
 from offramp.train.pipeline.back_propagation import back_propagate, back_propagate_loss
-from offramp.train.pipeline.exchange import Exchange, Links, watched
+from offramp.train.pipeline.exchange import Exchange, Links, name_of, watched
 from offramp.train.pipeline.filling import Weights, backward_rows, rows_of
 from offramp.train.pipeline.loss_scale import LossScale
 from offramp.train.pipeline.schedule import Kind, Operation, Schedule, forward_only, one_f_one_b
@@ -139,6 +139,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
         sums = self._run(micro_batches, schedule)
         with self.watched("sums of gradients over all processes"):
             if self._unscale():
+                self._spread_the_word()
                 self._reduce_shared_gradients()
                 self._reduce_gradients()
                 self._step()
@@ -170,11 +171,12 @@ class EarlyExitPipelineEngine(PipelineEngine):
                 exchange.prepare(operation)
                 if following is not None:
                     exchange.prepare(following)  # comes while this one is computed
-                if operation.kind == "forward":
-                    with torch.set_grad_enabled(operation.micro_batch in returning):  # others keep nothing
-                        self._forward(operation.micro_batch, exchange)
-                else:
-                    self._backward(operation.micro_batch, exchange)
+                with self._watched_sums(operation):
+                    if operation.kind == "forward":
+                        with torch.set_grad_enabled(operation.micro_batch in returning):  # others keep nothing
+                            self._forward(operation.micro_batch, exchange)
+                    else:
+                        self._backward(operation.micro_batch, exchange)
             exchange.finish()
         with self.watched("the predictions of the last stage"):
             self._sums.compare(self._final_predictions())
@@ -268,6 +270,16 @@ class EarlyExitPipelineEngine(PipelineEngine):
         """Around something that all processes do together: one that does not answer in time is said so."""
         return watched(self.links.name, what, "another process", self.links.limit)
 
+    def _watched_sums(self, operation: Operation) -> contextlib.AbstractContextManager[None]:
+        """Around an operation, in which ranks that share a stage add up every layer; messages are watched as they are.
+
+        One watch for all of its sums, which are many.
+        """
+        if self.module.sharding is None:
+            return contextlib.nullcontext()
+        what = f"sums among the tensor ranks in {name_of(operation)}"
+        return watched(self.links.name, what, "another rank of the stage", self.links.limit)
+
     def _carries(self, kind: Kind, sender: int) -> bool:
         """Whether a stage sends; where nothing below is trained, gradients of states would be computed for nobody."""
         return kind == "forward" or any(self._trains_backbone[:sender])
@@ -303,7 +315,6 @@ class EarlyExitPipelineEngine(PipelineEngine):
             dist.all_reduce(parameter.grad, group=group)
 
     def _reduce_gradients(self) -> None:
-        self._spread_the_word()
         if self.zero_optimization():
             # ZeRO counts a missing gradient as zero, but passes over it when it adds up those of the replicas: they
             # would add up different ones where only some have it, as after a loss that is not finite.
@@ -325,7 +336,10 @@ class EarlyExitPipelineEngine(PipelineEngine):
             self.grad_norm = float(self._global_grad_norm or 0.0)
 
     def _spread_the_word(self) -> None:
-        """Let a loss that is not finite make the gradient so too: its norm is what all ranks learn of."""
+        """Let a loss that is not finite make the gradient so too: its norm is what all ranks learn of.
+
+        Before shared gradients are added up: the norm counts those on another stage.
+        """
         assert self._sums is not None
         if not bool(self._sums.values.isfinite().all()):
             for parameter in self.module.parameters():

@@ -173,7 +173,7 @@ class Exchange:
         self.prepare(operation)
         work, tensor = self._waiting.pop(operation)
         source = self._links.stage - _step(operation.kind)
-        with self._watched(f"the {MESSAGES[operation.kind]} of {_name(operation)}", source):
+        with self._watched(f"the {MESSAGES[operation.kind]} of {name_of(operation)}", source):
             work.wait(self._links.limit)
         # Whatever the neighbour did before that, it has taken all it needed.
         back: Kind = "backward" if operation.kind == "forward" else "forward"
@@ -198,7 +198,7 @@ class Exchange:
 
     def _wait_for(self, operation: Operation) -> None:
         target = self._links.stage + _step(operation.kind)
-        with self._watched(f"the {MESSAGES[operation.kind]} of {_name(operation)} to be taken", target):
+        with self._watched(f"the {MESSAGES[operation.kind]} of {name_of(operation)} to be taken", target):
             self._sent[operation.kind].pop(operation).work.wait(self._links.limit)
 
     def _watched(self, what: str, stage: int) -> Any:
@@ -210,7 +210,8 @@ def _step(kind: Kind) -> int:
     return 1 if kind == "forward" else -1
 
 
-def _name(operation: Operation) -> str:
+def name_of(operation: Operation) -> str:
+    """The micro-batch of an operation, for people."""
     if operation.micro_batch < 0:
         return f"inserted micro-batch {-operation.micro_batch}"
     return f"micro-batch {operation.micro_batch + 1}"

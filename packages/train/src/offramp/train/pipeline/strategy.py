@@ -365,6 +365,14 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         """As `validation_step`."""
         self.validation_step(batch)
 
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As the stock one, but a process that does not answer in time is said so."""
+        if self._engine is None:
+            return super().reduce(tensor, group, reduce_op)
+        with self._engine.watched("sums of metrics over all processes"):
+            return super().reduce(tensor, group, reduce_op)
+
     # ---- checkpoints
 
     @override
@@ -372,7 +380,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         """Write a directory, whole or not at all; see `offramp.train.pipeline.checkpoints`."""
         if self.engine.fp16_scale is not None:
             checkpoint[_LOSS_SCALE] = self.engine.fp16_scale.state_dict()
-        checkpoints.save(self.engine, checkpoint, Path(self.broadcast(os.fspath(filepath))), self._layout())
+        with self.engine.watched(f"all parts of {filepath}"):
+            checkpoints.save(self.engine, checkpoint, Path(self.broadcast(os.fspath(filepath))), self._layout())
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -394,7 +403,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
                 "start from that."
             )
         record = read_json(path / RECORD_FILE)
-        checkpoints.verify(path, record.get(FILES, {}))
+        with self.engine.watched(f"{path} to be looked through"):
+            checkpoints.verify(path, record.get(FILES, {}))
         if self.module.trainer.state.fn != TrainerFn.FITTING:
             self.engine.module.load_stages(path / STAGES)
             return {"pytorch-lightning_version": record["lightning"], "state_dict": {}, "global_step": 0, "epoch": 0}
