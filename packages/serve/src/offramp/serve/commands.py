@@ -29,6 +29,11 @@ keys = Command(
     main="offramp.serve.cli.keys:main",
     step=52,
 )
+deploy = Command(
+    summary="Put a checkpoint directory or a registered model in place at a TorchServe, and follow an alias",
+    main="offramp.serve.cli.deploy:main",
+    step=52,
+)
 bench = Command(
     summary="Measure speed at full depth and with early exits, and where the time goes",
     main="offramp.serve.cli.bench:main",

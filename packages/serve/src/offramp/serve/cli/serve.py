@@ -22,7 +22,7 @@ from offramp.serve.cli.stopping import Stop, signals_raise_stop
 from offramp.serve.config import EngineConfig
 from offramp.serve.http.installed import check_installed
 from offramp.serve.http.settings import DoorSettings, make_settings, read_settings
-from offramp.serve.model_source import default_cache, resolve_model
+from offramp.serve.model_source import default_cache, model_name, resolve_model
 from offramp.serve.torchserve.archive import CHECKPOINT, archive, is_model_folder
 from offramp.serve.torchserve.server import TorchServe
 
@@ -52,6 +52,11 @@ def main(argv: list[str]) -> int:
         "--run-folder", type=Path, help="torchserve: where configuration and log go (default: a temporary folder)"
     )
     parser.add_argument(
+        "--manage",
+        action="store_true",
+        help="torchserve: let `offramp deploy` register other versions; every request then needs one of its keys",
+    )
+    parser.add_argument(
         "--ready-timeout", type=float, default=600.0, metavar="SECONDS", help="torchserve (default: %(default)s)"
     )
     parser.add_argument(
@@ -65,6 +70,8 @@ def main(argv: list[str]) -> int:
     in_process = options.backend == "asgi"
     if options.settings is not None and not in_process:
         raise OfframpError("--settings are those of --backend asgi; TorchServe stands behind `offramp gateway`.")
+    if options.manage and in_process:
+        raise OfframpError("--manage is for TorchServe; with --backend asgi the engine is in this process.")
     with signals_raise_stop():
         try:
             source = resolve_model(options.source, options.cache)
@@ -81,7 +88,7 @@ def main(argv: list[str]) -> int:
             else:
                 # Beside the checkpoint, because weights can be hard-linked only within a file system.
                 with _scratch_store(source) as store:
-                    name = options.name or _name_of(options.source)
+                    name = options.name or model_name(options.source)
                     version = options.version or "1.0"
                     folder = archive(source, store / name, name=name, version=version, engine=settings)
                     with _faults_name(source, folder / CHECKPOINT):
@@ -95,7 +102,13 @@ def _serve(folder: Path, options: argparse.Namespace) -> None:
     """Serves a model folder until a signal comes."""
     began = time.monotonic()
     port = 8080 if options.port is None else options.port
-    server = TorchServe(folder, port=port, run_folder=options.run_folder, threads=options.num_threads)
+    server = TorchServe(
+        folder,
+        port=port,
+        run_folder=options.run_folder,
+        threads=options.num_threads,
+        manage=options.manage,
+    )
     keep_log = True
     try:
         weights = sum(file.stat().st_size for file in (folder / CHECKPOINT).glob("*.safetensors"))
@@ -106,6 +119,13 @@ def _serve(folder: Path, options: argparse.Namespace) -> None:
             server.wait_until_ready(options.ready_timeout, on_wait=bar.refresh)
         _say(f"Ready after {time.monotonic() - began:.1f} s: {server.name} {server.version}, log {server.log}")
         example = {"model": server.name, "prompt": "Once upon a time", "max_tokens": 32}
+        if server.key_file is not None:
+            where = f"--to {server.management_url} --inference {server.inference_url}"
+            folders = f"--store {shlex.quote(str(server.store))} --key-file {shlex.quote(str(server.key_file))}"
+            print(
+                f"\nkeys: {server.key_file}\nofframp deploy models:/NAME@ALIAS --name {server.name} {where} {folders}",
+                flush=True,
+            )
         print(
             f"\ncurl {server.base_url}/completions -H 'content-type: application/json' "
             f"-d {shlex.quote(json.dumps(example))}\n\n"
@@ -131,7 +151,7 @@ def _serve_in_process(checkpoint: Path, engine: dict[str, Any], options: argpars
     # Where the engine is TorchServe's, neither torch nor a web framework is needed here.
     from offramp.serve.cli.serve_in_process import serve_in_process
 
-    name, version = options.name or _name_of(options.source), options.version or "1.0"
+    name, version = options.name or model_name(options.source), options.version or "1.0"
     serve_in_process(checkpoint, EngineConfig(**engine), _door(options), name=name, version=version)
 
 
@@ -145,12 +165,6 @@ def _door(options: argparse.Namespace) -> DoorSettings:
 
 def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def _name_of(source: str) -> str:
-    """A name for the URL: of ``models:/NAME@ALIAS`` NAME, of a path its last part."""
-    last = source.rstrip("/").rpartition("/")[2] if ":/" in source else Path(source).resolve().name
-    return "".join(char if char.isalnum() or char in "._-" else "-" for char in last.partition("@")[0]).strip("-.")
 
 
 @contextmanager

@@ -67,14 +67,23 @@ class TorchServe:
         port: Where to answer; 0 takes a free one.
         run_folder: Where configuration and log go; None makes a temporary folder, removed by a clean `stop`.
         threads: CPU threads of the worker; None takes all that this process may use.
+        manage: Let other versions be registered. As a handler is a program, TorchServe then wants its keys
+            (`key_file`), for requests as well.
     """
 
     def __init__(
-        self, model_folder: Path, *, port: int = 8080, run_folder: Path | None = None, threads: int | None = None
+        self,
+        model_folder: Path,
+        *,
+        port: int = 8080,
+        run_folder: Path | None = None,
+        threads: int | None = None,
+        manage: bool = False,
     ) -> None:
         self.name, self.version = read_manifest(model_folder)
         self._model_folder = model_folder.resolve()
         self._keep_run_folder = run_folder is not None
+        self._manage = manage
         self._threads = threads or len(os.sched_getaffinity(0))
         _check_installed()
         self._java = find_java()
@@ -100,6 +109,26 @@ class TorchServe:
     def metrics_url(self) -> str:
         """Where Prometheus may read."""
         return f"http://{HOST}:{self._metrics_port}/metrics"
+
+    @property
+    def management_url(self) -> str:
+        """Where versions are registered and removed."""
+        return f"http://{HOST}:{self._management_port}"
+
+    @property
+    def inference_url(self) -> str:
+        """Where requests go, whatever the model."""
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def store(self) -> Path:
+        """The model store."""
+        return self.run_folder / "store"
+
+    @property
+    def key_file(self) -> Path | None:
+        """Where TorchServe writes its keys, if it wants any."""
+        return self.run_folder / "key_file.json" if self._manage else None
 
     @property
     def log(self) -> Path:
@@ -133,15 +162,16 @@ class TorchServe:
                 f"the temporary folder {self._temporary} has too long a path for a unix socket; set TMPDIR to a "
                 "shorter one."
             )
-        store = self.run_folder / "store"
-        store.mkdir(exist_ok=True)
-        link = store / self.name
+        self.store.mkdir(exist_ok=True)
+        link = self.store / self.name
         link.unlink(missing_ok=True)
         link.symlink_to(self._model_folder, target_is_directory=True)
         (self.run_folder / "config.properties").write_text(self._properties())
         (self.run_folder / "log4j2.xml").write_text(_LOG_CONFIG)
         assert self._report.path is not None
         self._report.path.unlink(missing_ok=True)
+        if self.key_file is not None:
+            self.key_file.unlink(missing_ok=True)  # of the run before
         command = [sys.executable, "-m", "ts.model_server", "--start", "--foreground"]
         # No snapshots, and always our own configuration: a start without one would take the last snapshot's.
         command += ["--ncs", "--ts-config", "config.properties", "--log-config", "log4j2.xml"]
@@ -176,7 +206,7 @@ class TorchServe:
         prompt = {"model": self.name, "prompt": [0], "max_tokens": 1, "temperature": 0}
         path = f"/predictions/{self.name}/{self.version}/v1/completions"
         try:
-            status, body = _request(self.port, "POST", path, prompt, max(deadline - time.monotonic(), 1.0))
+            status, body = self._request("inference", "POST", path, prompt, max(deadline - time.monotonic(), 1.0))
         except (OSError, http.client.HTTPException) as error:
             self._raise_if_failed()
             raise OfframpError(f"the first token never came ({error}); the server's log is {self.log}.") from error
@@ -226,11 +256,18 @@ class TorchServe:
 
     def _worker_is_ready(self) -> bool:
         try:
-            status, body = _request(self._management_port, "GET", f"/models/{self.name}", None, 5.0)
+            status, body = self._request("management", "GET", f"/models/{self.name}", None, 5.0)
             workers = json.loads(body)[0]["workers"] if status == 200 else []
-        except (OSError, http.client.HTTPException, ValueError, LookupError):
+        except (OSError, http.client.HTTPException, ValueError, LookupError):  # the file of keys may be half-written
             return False
         return any(worker["status"] == "READY" for worker in workers)
+
+    def _request(self, api: str, method: str, path: str, body: object, timeout_s: float) -> tuple[int, bytes]:
+        port = self.port if api == "inference" else self._management_port
+        headers: dict[str, str] = {}
+        if self.key_file is not None:
+            headers["authorization"] = f"Bearer {json.loads(self.key_file.read_text())[api]['key']}"
+        return _request(port, method, path, body, headers, timeout_s)
 
     def _raise_if_failed(self) -> None:
         if (failure := self._report.read()) is not None:
@@ -261,9 +298,10 @@ class TorchServe:
             "grpc_management_port": self._grpc_ports[1],
             "model_store": "store",
             "load_models": self.name,
-            "enable_model_api": "false",
-            # On purpose: its keys live an hour and it answers 400 for a wrong one. Loopback is the boundary here.
-            "disable_token_authorization": "true",
+            "enable_model_api": str(self._manage).lower(),
+            "allowed_urls": "file://store/.*",  # models come from the store, and from no address
+            # Its keys live an hour and it answers 400 for a wrong one; without management, loopback is the boundary.
+            "disable_token_authorization": str(not self._manage).lower(),
             "decode_input_request": "false",  # bodies reach us as bytes, and malformed ones are not logged
             "metrics_mode": "prometheus",
             "model_metrics_auto_detect": "true",
@@ -323,12 +361,14 @@ def _free_ports(count: int, taken: int) -> list[int]:
         return ports
 
 
-def _request(port: int, method: str, path: str, body: object, timeout_s: float) -> tuple[int, bytes]:
+def _request(
+    port: int, method: str, path: str, body: object, headers: dict[str, str], timeout_s: float
+) -> tuple[int, bytes]:
     """One request to the server: status code and body."""
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
     try:
         payload = None if body is None else json.dumps(body)
-        connection.request(method, path, payload, {"content-type": "application/json"})
+        connection.request(method, path, payload, {"content-type": "application/json", **headers})
         response = connection.getresponse()
         return response.status, response.read()
     finally:

@@ -43,19 +43,10 @@ def resolve(uri: str, cache: Path, tracking_uri: str | None = None) -> Path:
         OfframpError: there is no such model, it was not registered by Offramp, or what was downloaded differs from what
             was registered.
     """
-    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
     store = tracking_uri or default_tracking_uri()
-    client = MlflowClient(store)
-    try:
-        with brief_requests():
-            version = _find(client, uri)
-    except MlflowException as fault:
-        raise OfframpError(f"cannot find {uri} in the model registry at {mask(store)}: {in_words(fault)}") from fault
-    expected = version.tags.get(HASH_TAG)
-    if expected is None:
-        raise OfframpError(f"{uri} (version {version.version}) was not put there by `offramp register`")
+    client, version, expected = _look_up(uri, store)
     target = cache / version.name / f"{version.version}-{expected[:12]}"
     if target.is_dir():
         if directory_sha256(target) == expected:
@@ -80,6 +71,36 @@ def resolve(uri: str, cache: Path, tracking_uri: str | None = None) -> Path:
             if not target.is_dir() or directory_sha256(target) != expected:
                 raise
     return target
+
+
+def look_up(uri: str, tracking_uri: str | None = None) -> tuple[str, str]:
+    """What a URI points to now, without fetching it: number of the version, and hash of its checkpoint directory.
+
+    Args:
+        uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
+        tracking_uri: the MLflow store; `MLFLOW_TRACKING_URI` or `sqlite:///mlflow.db` if None.
+
+    Raises:
+        OfframpError: the store does not answer, there is no such model, or it was not registered by Offramp.
+    """
+    _, version, sha256 = _look_up(uri, tracking_uri or default_tracking_uri())
+    return str(version.version), sha256
+
+
+def _look_up(uri: str, store: str) -> tuple[MlflowClient, ModelVersion, str]:
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient(store)
+    try:
+        with brief_requests():
+            version = _find(client, uri)
+    except MlflowException as fault:
+        raise OfframpError(f"cannot find {uri} in the model registry at {mask(store)}: {in_words(fault)}") from fault
+    sha256 = version.tags.get(HASH_TAG)
+    if sha256 is None:
+        raise OfframpError(f"{uri} (version {version.version}) was not put there by `offramp register`")
+    return client, version, sha256
 
 
 def _find(client: MlflowClient, uri: str) -> ModelVersion:

@@ -1,0 +1,210 @@
+"""`offramp deploy` at a real TorchServe that wants keys, from a real registry, under load."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import mlflow
+import pytest
+import torch
+
+from helpers.tiny import tiny_checkpoint
+from offramp.common.checkpoint import load_checkpoint, save_checkpoint
+from offramp.common.cli import main
+from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.policy import ExitPolicy
+from offramp.serve.deploy.client import TorchServeClient
+from offramp.serve.deploy.keys import KeyFile
+from offramp.serve.torchserve.archive import archive
+from offramp.serve.torchserve.server import TorchServe
+from offramp.train.tracking.register import register
+
+pytestmark = pytest.mark.slow
+
+NAME = "tiny"
+LONG, SHORT = 1_500, 30  # tokens
+
+
+def checkpoint(path: Path, seed: int) -> Path:
+    policy = ExitPolicy(measure="max_probability", thresholds={1: 0.3, 2: 0.3})
+    return tiny_checkpoint(
+        path, ExitConfig(layers=(1, 2)), policy, seed=seed, eos_token_id=None, max_position_embeddings=16_384
+    )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchServe]:
+    folder = tmp_path_factory.mktemp("deploy")
+    first = archive(checkpoint(folder / "first", 0), folder / "first-folder", name=NAME, engine={"num_threads": 1})
+    with TorchServe(first, port=0, run_folder=folder / "run", threads=1, manage=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: TorchServe) -> Iterator[TorchServeClient]:
+    assert server.key_file is not None
+    with contextlib.closing(
+        TorchServeClient(server.management_url, server.inference_url, KeyFile(server.key_file))
+    ) as asking:
+        yield asking
+
+
+@pytest.fixture
+def registry(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow.MlflowClient(uri).create_experiment("offramp", artifact_location=(tmp_path / "artifacts").as_uri())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    return uri
+
+
+def deploy(server: TorchServe, source: str | Path, cache: Path, *options: str) -> int:
+    command = ["deploy", str(source), "--to", server.management_url, "--inference", server.inference_url]
+    command += ["--store", str(server.store), "--key-file", str(server.key_file), "--name", NAME, "--num-threads", "1"]
+    return main([*command, "--cache", str(cache), "--drain-grace", "4", "--ready-timeout", "120", *options])
+
+
+class Load:
+    """Clients that never stop asking, each the version that it takes for the default one.
+
+    They look once in half a second, as a gateway does: so what they know is sometimes old.
+    """
+
+    def __init__(self, server: TorchServe, client: TorchServeClient) -> None:
+        self._server, self._client = server, client
+        self._end = threading.Event()
+        default = client.default_version(NAME)
+        assert default is not None
+        self._version = default.version
+        self.answered: dict[str, int] = {}
+        self.faults: list[str] = []
+        self._lock = threading.Lock()
+        work = [self._look, *([lambda: self._ask(SHORT, False)] * 2), *([lambda: self._ask(SHORT, True)] * 2)]
+        self._threads = [threading.Thread(target=self._repeat, args=(one,)) for one in work]
+        self._threads.append(threading.Thread(target=self._ask, args=(LONG, True)))  # begun on the old version
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        for thread in self._threads:
+            thread.join(120)
+            assert not thread.is_alive()
+
+    def count(self, version: str) -> int:
+        with self._lock:
+            return self.answered.get(version, 0)
+
+    def _repeat(self, work: Any) -> None:
+        while not self._end.wait(0.02):
+            work()
+
+    def _look(self) -> None:
+        default = self._client.default_version(NAME)
+        assert default is not None
+        self._version = default.version
+        self._end.wait(0.5)
+
+    def _ask(self, tokens: int, stream: bool) -> None:
+        version = self._version
+        body = {"model": NAME, "prompt": [5, 6], "max_tokens": tokens, "temperature": 0, "stream": stream}
+        assert self._server.key_file is not None
+        try:
+            response = httpx.post(
+                f"{self._server.inference_url}/predictions/{NAME}/{version}/v1/completions",
+                json={**body, "logprobs": 0},
+                headers=KeyFile(self._server.key_file).header("inference"),
+                timeout=120,
+                trust_env=False,
+            )
+            text = response.text
+            events = [event for event in text.split("\n\n") if event] if stream else [f"data: {text}", "data: [DONE]"]
+            assert response.status_code == 200, text
+            assert events.pop() == "data: [DONE]"
+            pieces = [json.loads(event.removeprefix("data: ")) for event in events]
+            said = sum(len(choice["logprobs"]["tokens"]) for piece in pieces for choice in piece["choices"])
+            assert said == tokens, f"{said} of {tokens} tokens"
+            assert response.headers["offramp-version"] == version
+        except Exception as fault:
+            with self._lock:
+                self.faults.append(f"{version}: {type(fault).__name__} {fault}")
+            return
+        with self._lock:
+            self.answered[version] = self.answered.get(version, 0) + 1
+
+
+def test_a_new_version_takes_over_under_load_and_no_request_fails(
+    server: TorchServe,
+    client: TorchServeClient,
+    registry: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    register(checkpoint(tmp_path / "second", 1), NAME, alias="champion", tracking_uri=registry)
+    capsys.readouterr()  # what MLflow said
+    with Load(server, client) as load:
+        while load.count("1.0") < 4 and not load.faults:
+            time.sleep(0.05)
+        assert deploy(server, f"models:/{NAME}@champion", tmp_path / "cache", "--json") == 0
+        while load.count("1") < 8 and not load.faults:
+            time.sleep(0.05)
+    assert load.faults == []
+    assert load.answered["1.0"] > 4, "it answered while the other was loaded"
+    [now] = client.versions(NAME)
+    assert now.version == "1"
+    said = capsys.readouterr()
+    events = [json.loads(line) for line in said.out.splitlines()]
+    assert [(event["kind"], event["version"]) for event in events] == [
+        ("registering", "1"),
+        ("deployed", "1"),
+        ("removed", "1.0"),
+    ]
+    assert server.key_file is not None
+    keys = [entry["key"] for entry in json.loads(server.key_file.read_text()).values()]
+    written = said.out + said.err + server.log.read_text()
+    assert not [key for key in keys if key in written]
+
+
+def test_a_version_that_cannot_be_loaded_or_says_nothing_sound_is_rolled_back(
+    server: TorchServe, client: TorchServeClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = client.versions(NAME)
+    folders = {path.name for path in server.store.iterdir() if not path.name.startswith(".")}
+    [answering] = before
+    torn, broken = checkpoint(tmp_path / "torn", 2), load_checkpoint(checkpoint(tmp_path / "sound", 3))
+    weights = torn / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    for parameter in broken.model.parameters():
+        parameter.data.fill_(torch.nan)
+    infinite = save_checkpoint(tmp_path / "infinite", broken, assets=tmp_path / "sound")
+    for source in (torn, infinite):
+        assert deploy(server, source, tmp_path / "cache") == 1
+        said = capsys.readouterr().err
+        assert f"was not put in place, {answering.version} still answers" in said
+        assert len(said.splitlines()) == 1
+        assert ("Failed to start workers" in said) == (source == torn)
+        client.generate(NAME, answering.version, 60)
+        assert client.versions(NAME) == before
+        assert {path.name for path in server.store.iterdir() if not path.name.startswith(".")} == folders
+
+
+def test_a_key_that_has_grown_too_old_is_renewed(server: TorchServe, client: TorchServeClient) -> None:
+    assert server.key_file is not None
+    kept = json.loads(server.key_file.read_text())
+    for kind in ("management", "inference"):
+        kept[kind] = {"key": "too-old", "expiration time": "2020-01-01T00:00:00.123456789Z"}
+    server.key_file.write_text(json.dumps(kept))
+    [version] = client.versions(NAME)
+    client.generate(NAME, version.version, 60)
+    assert "too-old" not in server.key_file.read_text()
