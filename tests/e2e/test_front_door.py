@@ -1,0 +1,171 @@
+"""One door, a real engine behind it: in this process, and in a real TorchServe. What a client sees is the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+from helpers.door import Opened, open_door, post
+from helpers.openai_service import Engine
+from helpers.sinks import eventually
+from helpers.torchserve import CACHE_BYTES, MAX_NUM_SEQS, MAX_WAITING, NAME, Served, make_checkpoint
+from offramp.serve.config import EngineConfig
+from offramp.serve.engine_thread import EngineThread
+from offramp.serve.gateway.settings import GatewaySettings
+from offramp.serve.gateway.torchserve_backend import TorchServeBackend
+from offramp.serve.http.engine_backend import EngineBackend, OnIteration
+from offramp.serve.http.keys import add_key
+from offramp.serve.http.settings import make_settings
+from offramp.serve.protocol.service import OpenAIService
+from offramp.serve.served_model import ServedModel
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Behind:
+    """What is behind an open door.
+
+    Attributes:
+        opened: The door.
+        key: A key for it.
+        running: How many requests the engine works on.
+    """
+
+    opened: Opened
+    key: str
+    running: Callable[[], float]
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.opened.server.url}/v1", api_key=self.key, max_retries=0, timeout=120)
+
+
+@contextlib.contextmanager
+def engine_behind(folder: Path) -> Iterator[Behind]:
+    config = EngineConfig(kv_cache_bytes=CACHE_BYTES, max_num_seqs=MAX_NUM_SEQS, max_waiting=MAX_WAITING, num_threads=1)
+    model = ServedModel.load(make_checkpoint(folder / "checkpoint"), config, name=NAME, version="1.0")
+    started: list[tuple[EngineThread, OpenAIService]] = []
+
+    def start(on_iteration: OnIteration) -> tuple[EngineThread, OpenAIService]:
+        started.append(model.start(on_iteration))
+        return started[0]
+
+    key = add_key(folder / "keys.json", "test")
+    with open_door(EngineBackend(start), Engine(), keys=str(folder / "keys.json")) as opened:
+        yield Behind(opened, key, lambda: started[0][0].num_running)
+
+
+@contextlib.contextmanager
+def torchserve_behind(folder: Path, served: Served) -> Iterator[Behind]:
+    key = add_key(folder / "keys.json", "test")
+    given = {
+        "keys": "unused",
+        "models": {NAME: {"url": served.base_url.partition("/predictions")[0], "version": "1.0"}},
+    }
+    backend = TorchServeBackend(make_settings(GatewaySettings, given, where="test"))
+    with open_door(backend, Engine(), keys=str(folder / "keys.json")) as opened:
+        eventually(lambda: opened.ask("GET", "/health/ready")[0] == 200, 30, every_s=0.1)
+        yield Behind(opened, key, lambda: served.gauge("offramp_running_requests"))
+
+
+@pytest.fixture(scope="module", params=["engine", "torchserve"])
+def behind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
+    folder = tmp_path_factory.mktemp(request.param)
+    with contextlib.ExitStack() as stack:
+        if request.param == "engine":
+            yield stack.enter_context(engine_behind(folder))
+        else:
+            yield stack.enter_context(torchserve_behind(folder, request.getfixturevalue("served")))
+
+
+TEXTS: dict[str, str] = {}
+"""What each backend has said to the same question."""
+
+
+def test_the_answer_is_the_same_whatever_is_behind(behind: Behind) -> None:
+    asked = {"model": NAME, "prompt": "Once", "max_tokens": 40, "temperature": 0}
+    extra = {"offramp": {"return_exit_layers": True}}
+    whole = behind.client.completions.create(**asked, extra_body=extra)
+    chunks = list(behind.client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage
+    assert whole.model_extra is not None
+    TEXTS[behind.key] = whole.choices[0].text + json.dumps(whole.model_extra["offramp"])
+    assert len(set(TEXTS.values())) == 1
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = behind.client.chat.completions.create(model=f"{NAME}@1.0", messages=messages, max_tokens=5)  # pyright: ignore[reportArgumentType]
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 5
+    assert behind.client.models.retrieve(NAME).id == NAME
+
+
+def test_refusals_are_the_same_whatever_is_behind(behind: Behind) -> None:
+    client = behind.client
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+    with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: top_q"):
+        client.completions.create(model=NAME, prompt="a", extra_body={"top_q": 1})
+    for model in ("gpt", f"{NAME}@9"):
+        with pytest.raises(openai.NotFoundError, match="does not exist; served here"):
+            client.completions.create(model=model, prompt="a")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=NAME, prompt="a", extra_body={"structured_outputs": {"regex": "("}})
+    assert caught.value.param == "structured_outputs"
+    with pytest.raises(openai.BadRequestError, match="tokens"):
+        client.completions.create(model=NAME, prompt=[5] * 20_000)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_cancelled(behind: Behind, stream: bool) -> None:
+    head = f"authorization: Bearer {behind.key}\r\n"
+    connection = behind.opened.connect(post(headers=head, model=NAME, max_tokens=10_000, stream=stream))
+    eventually(lambda: behind.running() == 1, 20, every_s=0.05)
+    connection.close()
+    # Ten thousand tokens take much longer.
+    eventually(lambda: behind.running() == 0, 20, every_s=0.05)
+
+
+def test_a_full_queue_is_429(behind: Behind) -> None:
+    together = MAX_NUM_SEQS + MAX_WAITING
+    asked = {"model": NAME, "prompt": [[5]] * together, "max_tokens": 300}
+    with behind.client.completions.create(**asked, stream=True) as stream:
+        next(stream)
+        with pytest.raises(openai.RateLimitError, match=f"as many requests as it takes, {together}") as caught:
+            behind.client.completions.create(model=NAME, prompt=[5], max_tokens=1)
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert sum(choice.finish_reason == "length" for chunk in stream for choice in chunk.choices) == together
+
+
+def test_what_stops_a_model_cannot_be_asked(behind: Behind) -> None:
+    head = f"host: x\r\nauthorization: Bearer {behind.key}\r\nurl_path: v1/models\r\n\r\n"
+    for path, status in (
+        (f"/models/{NAME}?customized=true", 404),
+        (f"/v1/models/{NAME}?customized=true", 200),
+        (f"/predictions/{NAME}/1.0/health", 404),
+        (f"/v1/models/{NAME}/../../../models/{NAME}?customized=true", 404),
+    ):
+        assert behind.opened.knock(f"GET {path} HTTP/1.1\r\n{head}".encode())[0] == status
+    assert behind.client.completions.create(model=NAME, prompt=[5], max_tokens=1).choices[0].finish_reason == "length"
+
+
+def test_a_dead_worker_is_said_and_a_new_one_answers(tmp_path_factory: pytest.TempPathFactory, served: Served) -> None:
+    with torchserve_behind(tmp_path_factory.mktemp("door"), served) as behind:
+        stream = behind.client.completions.create(model=NAME, prompt=[5], max_tokens=10_000, stream=True)
+        next(iter(stream))
+        children = served.process.children(recursive=True)
+        [worker] = [child for child in children if any("model_service_worker" in part for part in child.cmdline())]
+        worker.kill()
+        with pytest.raises(openai.APIError, match="send the request again"):
+            list(stream)
+        eventually(lambda: behind.opened.ask("GET", "/health/ready")[0] == 503, 20, every_s=0.05)
+        eventually(lambda: behind.opened.ask("GET", "/health/ready")[0] == 200, 60, every_s=0.2)
+        answer = behind.client.completions.create(model=NAME, prompt=[5], max_tokens=4)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 4
