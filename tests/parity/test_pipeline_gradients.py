@@ -148,6 +148,7 @@ FOUR_PROCESSES = {
     ),
     "four stages": (4, Case(exits=(1, 3))),
     "four stages, one without exits": (4, Case(exits=(1,), zero_stage=1, micro_batches=2)),
+    "four stages, nothing tied": (4, Case(exits=(1, 2, 3), tied_exits=False, tied_embeddings=False)),
     "four stages, clipping, shared norm": (4, Case(exits=(1, 3), head="final", clip=0.5)),
     "two shared stages": (2, Case(tensor=2, clip=0.5)),
     "two shared stages, nothing tied": (2, Case(tensor=2, tied_exits=False, tied_embeddings=False)),
