@@ -1,8 +1,14 @@
-"""`offramp fit` is killed with SIGKILL, while it writes checkpoints too, and goes on as if nothing had happened."""
+"""`offramp fit` is killed with SIGKILL, while it writes checkpoints too, and goes on as if nothing had happened.
+
+In one process it logs to MLflow, which has one run of it in the end.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -10,12 +16,15 @@ from typing import Any
 
 import pytest
 import yaml
+from mlflow import MlflowClient
 
 from helpers.draws import read_draws
 from helpers.processes import start_command
 from helpers.tiny import tiny_checkpoint
 from offramp.common.exits.config import ExitConfig
 from offramp.train.sample_log import FILE, read_samples
+from offramp.train.tracking.logger import RUN_FILE
+from offramp.train.tracking.sync import sync
 
 EPOCH, STEPS = 16, 24
 """In steps: the run is killed twice in its first epoch, and ends in the second."""
@@ -47,9 +56,11 @@ RECIPE: dict[str, Any] = {
         "train": {"kind": "generator", "path": "helpers.rows:counted", "options": {"count": 4 * EPOCH}},
     },
 }
+STORE = "sqlite:///mlflow.db"
+LOGGER = {"class_path": "offramp.train.tracking.logger.OfframpMLFlowLogger", "init_args": {"tracking_uri": STORE}}
 PIPELINE = "offramp.train.pipeline.strategy.DeepSpeedPipelineStrategy"
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one process": {"devices": 1},
+    "one process": {"devices": 1, "logger": LOGGER},
     "two stages": {
         "devices": 2,
         "strategy": {"class_path": PIPELINE, "init_args": {"pipe": 2, "micro_batches": 2}},
@@ -114,12 +125,35 @@ def spoil_newest(name: str) -> Path:
     return newest
 
 
+def check_tracking() -> None:
+    """The killed run is one run of MLflow, which has every step once."""
+    client = MlflowClient(STORE)
+    ids = {}
+    for name in ("unbroken", "broken"):
+        sync(Path(name), STORE)  # what a slow machine left
+        ids[name] = json.loads((Path(name) / RUN_FILE).read_text())["run_id"]
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = {run.info.run_id: run for run in client.search_runs(experiments)}
+    assert sorted(runs) == sorted(ids.values())
+    losses = {}
+    for name, run in ids.items():
+        assert runs[run].info.status == "FINISHED"
+        histories = {metric: client.get_metric_history(run, metric) for metric in runs[run].data.metrics}
+        for metric, history in histories.items():
+            twice = [step for step, times in Counter(point.step for point in history).items() if times > 1]
+            assert not twice, f"{name} has {metric} more than once at steps {twice}"
+        losses[name] = sorted((point.step, point.value) for point in histories["train/loss"])
+    assert losses["broken"] == losses["unbroken"]
+    assert [step for step, _ in losses["broken"]] == list(range(STEPS))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str, tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    shutil.copy(empty_store, "mlflow.db")
     tiny_checkpoint(tmp_path / "model", ExitConfig((1, 2), "adapter"), tie_word_embeddings=True)
     data = {**RECIPE["data"], "batch_size": 2 if layout.startswith("two replicas") else 4}
     recipe = {**RECIPE, "trainer": {**RECIPE["trainer"], **LAYOUTS[layout]}, "data": data}
@@ -143,3 +177,5 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert (tmp_path / "broken" / FILE).read_text() == expected, "losses to the last digit, and samples"
     assert read_draws(tmp_path / "broken") == read_draws(tmp_path / "unbroken")
     assert not list((tmp_path / "broken" / "checkpoints").glob(".*")), "what was being written is cleared away"
+    if recipe["trainer"]["logger"]:
+        check_tracking()
