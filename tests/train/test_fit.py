@@ -66,6 +66,18 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "bf16": {"strategy": TWO_STAGES, "trainer": {"precision": "bf16-mixed"}},
     "fp16": {"strategy": {**TWO_STAGES, "checkpoint_activations": True}, "trainer": {"precision": "16-mixed"}},
     "fp16, second half": {"strategy": TWO_STAGES, "trainer": {"precision": "16-mixed"}, "resume": "fp16"},
+    **{
+        f"{precision}, a shared stage{more}": {
+            "strategy": {"pipe": 1, "tensor": 2, "micro_batches": 2, **strategy},
+            "module": module,
+            "trainer": {"precision": setting},
+        }
+        for precision, setting in (("bf16", "bf16-mixed"), ("fp16", "16-mixed"))
+        for more, strategy, module in (
+            ("", {}, {}),
+            (", ZeRO-1, checkpointing, fill-aware", {"checkpoint_activations": True, "zero_stage": 1}, FILL_AWARE),
+        )
+    },
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "distillation across stages": (
@@ -272,23 +284,33 @@ def test_priming_on_two_ranks_gives_one_model(two: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_bf16_trains_about_as_fp32_does(two: dict[str, Any]) -> None:
-    first = two["bf16"][0]["metrics"][0, "train/loss"]
-    assert first == pytest.approx(two["pipeline"][0]["metrics"][0, "train/loss"], rel=0.1)
-    assert two["bf16"][0]["metrics"][5, "train/loss"] < first
-
-
-@pytest.mark.slow
-def test_fp16_trains_about_as_fp32_does_and_goes_on_with_its_scale(two: dict[str, Any]) -> None:
-    metrics, again = two["fp16"][0]["metrics"], two["fp16, second half"][0]["metrics"]
+@pytest.mark.parametrize("name", [name for name in TWO_PROCESSES if name.startswith("bf16")])
+def test_bf16_trains_about_as_fp32_does(name: str, two: dict[str, Any]) -> None:
+    metrics = two[name][0]["metrics"]
     first = metrics[0, "train/loss"]
     assert first == pytest.approx(two["pipeline"][0]["metrics"][0, "train/loss"], rel=0.1)
     assert metrics[5, "train/loss"] < first
-    scales = [metrics[step, "train/loss_scale"] for step in range(6)]
-    assert scales[0] == 2.0**16
-    assert [again[step, "train/loss_scale"] for step in range(3, 6)] == scales[3:]
+    assert comparable(two[name][1]) == comparable(two[name][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in TWO_PROCESSES if name.startswith("fp16") and "half" not in name])
+def test_fp16_trains_about_as_fp32_does(name: str, two: dict[str, Any]) -> None:
+    metrics = two[name][0]["metrics"]
+    first = metrics[0, "train/loss"]
+    assert first == pytest.approx(two["pipeline"][0]["metrics"][0, "train/loss"], rel=0.1)
+    assert metrics[5, "train/loss"] < first
+    assert comparable(two[name][1]) == comparable(two[name][0])
+    assert metrics[0, "train/loss_scale"] == 2.0**16
     # Each skipped step halves the scale.
-    assert scales[5] == 2.0 ** (16 - metrics[4, "train/overflows"])
+    assert metrics[5, "train/loss_scale"] == 2.0 ** (16 - metrics[4, "train/overflows"])
+
+
+@pytest.mark.slow
+def test_fp16_goes_on_with_its_scale(two: dict[str, Any]) -> None:
+    whole, again = (two[name][0]["metrics"] for name in ("fp16", "fp16, second half"))
+    for step in range(3, 6):
+        assert again[step, "train/loss_scale"] == whole[step, "train/loss_scale"]
 
 
 @pytest.mark.slow
