@@ -44,10 +44,10 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_the_commands_in_the_order_of_the_way(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    listed = [line.split()[0] for line in lines][:12]
+    listed = [line.split()[0] for line in lines][:15]
     assert listed == [
-        "import", "plan", "fit", "validate", "test", "sync",
-        "export", "register", "generate", "archive", "serve", "bench",
+        "import", "plan", "fit", "validate", "test", "sync", "export", "register",
+        "generate", "archive", "serve", "deploy", "gateway", "keys", "bench",
     ]  # fmt: skip
     assert all(len(line) <= 120 for line in lines)
 

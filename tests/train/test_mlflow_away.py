@@ -131,6 +131,7 @@ def test_a_server_that_hangs_holds_nobody_up_and_gets_one_run(
         assert f"send it with: offramp sync {tmp_path}" in last
     finally:
         server.go_on()
+    patient(monkeypatch)
     assert main([str(tmp_path), "--tracking-uri", server.uri]) == 0
     assert "sent to run" in capsys.readouterr().out
     assert main([str(tmp_path), "--tracking-uri", server.uri]) == 0
