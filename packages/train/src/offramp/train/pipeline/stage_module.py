@@ -96,7 +96,7 @@ class StageModule(PipelineModule):
         return [(parameter, group) for parameter, group in pairs if parameter.requires_grad]
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
+    def groups(self) -> list[ProcessGroup]:
         """The process groups that this rank has beside those of DeepSpeed's grid."""
         tied = [tie["group"] for tie in self.tied_comms.values()]
         return tied if self.sharding is None else [*tied, self.sharding.ranks.group]
