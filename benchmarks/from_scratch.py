@@ -1,6 +1,6 @@
 """Training from scratch with and without early exits: same weights at first, same data, same steps, two stages.
 
-    python -m benchmarks.from_scratch                  about twenty minutes each on two cores; goes on where it stopped
+    python -m benchmarks.from_scratch                  600 steps each; goes on where it stopped
 
 The text is the documentation of the installed Python packages, validation that of packages which training never sees.
 The recipe is `configs/train/tiny.yaml` with a smaller vocabulary: a byte-level BPE made from the training text.

@@ -1,6 +1,6 @@
 """Tokens per second of `offramp fit`, with and without exits and stages, beside a plain loop with transformers.
 
-    python -m benchmarks.training_speed                about a quarter of an hour on two cores
+    python -m benchmarks.training_speed
 
 Everybody trains the model of `benchmarks.from_scratch` on its data in fp32, with all cores: one process with a thread
 for each core, or two stages that share them. All take turns in every round, each time beginning with another one. A

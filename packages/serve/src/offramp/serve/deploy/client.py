@@ -10,11 +10,11 @@ from urllib.parse import quote
 import httpx2 as httpx
 
 from offramp.common.errors import OfframpError
-from offramp.serve.deploy.keys import KeyFile, Kind
+from offramp.serve.deploy.keys import KeyFile
+from offramp.serve.torchserve.key_file import Kind, is_about_the_key
 
 _BRIEF_S = 10.0
 """How long TorchServe may take to answer what needs no model."""
-_UNAUTHORISED = (400, 401, 403)
 
 
 class UnreachableError(OfframpError):
@@ -221,7 +221,7 @@ class TorchServeClient:
     ) -> httpx.Response:
         """One request with its key; once more where the key had grown too old."""
         response = self._try(kind, method, url, params, body, timeout_s)
-        if not _is_about_the_key(response):
+        if not is_about_the_key(response.status_code, response.content):
             return response
         if self._keys is None:
             raise RefusedError(
@@ -234,7 +234,7 @@ class TorchServeClient:
             self._carry("GET", address, {"type": kind}, None, self._keys.renewal_header(), _BRIEF_S)
         # Or somebody else has just renewed it.
         response = self._try(kind, method, url, params, body, timeout_s)
-        if _is_about_the_key(response):
+        if is_about_the_key(response.status_code, response.content):
             raise RefusedError(
                 f"TorchServe at {self.management} does not take the {kind} key of {self._keys.path}; give the "
                 "key_file.json that it wrote when it was started.",
@@ -287,10 +287,6 @@ def check_url(url: str) -> str:
 def _origin(url: str) -> str:
     parsed = httpx.URL(url)
     return f"{parsed.scheme}://{parsed.netloc.decode()}"
-
-
-def _is_about_the_key(response: httpx.Response) -> bool:
-    return response.status_code in _UNAUTHORISED and b"InvalidKeyException" in response.content
 
 
 def _cause(answer: object) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 import httpx2
 
 from offramp.serve.gateway.settings import GatewaySettings, ModelSettings
-from offramp.serve.gateway.torchserve_keys import Kind, TorchServeKeys, is_about_the_key
+from offramp.serve.gateway.torchserve_keys import TorchServeKeys
 from offramp.serve.http.endpoints import MODEL_NAME
 from offramp.serve.protocol.errors import ApiError, unknown_model
 from offramp.serve.protocol.faults import log_fault
+from offramp.serve.torchserve.key_file import Kind, is_about_the_key
 
 log = logging.getLogger(__name__)
 

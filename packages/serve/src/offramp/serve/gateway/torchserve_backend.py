@@ -20,13 +20,13 @@ import httpx2
 
 from offramp.serve.gateway.deployments import Deployment, Deployments, Target, not_ready
 from offramp.serve.gateway.settings import GatewaySettings
-from offramp.serve.gateway.torchserve_keys import is_about_the_key
 from offramp.serve.http.backend import Answer, Asked
 from offramp.serve.protocol.errors import ApiError, busy, status_of, unknown_model
 from offramp.serve.protocol.replies import EVENT_STREAM, JSON, encode
 from offramp.serve.protocol.requests import model_of
 from offramp.serve.protocol.service import decode_body
 from offramp.serve.torchserve.jobs import REQUEST_ID_HEADER
+from offramp.serve.torchserve.key_file import is_about_the_key
 
 _MAX_ANSWER_BYTES = 64_000_000
 _PASSED_ON = ("offramp-version", "offramp-run-id", "offramp-config-hash", "retry-after")
