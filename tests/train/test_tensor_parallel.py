@@ -42,7 +42,7 @@ def case(vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 KIND = TokenLoss(temperature=1.5, smoothing=0.1, by_confidence=True)
-Found = list[tuple[list[dict[str, Tensor]], str]]
+Found = list[tuple[list[dict[str, Tensor]], str, str]]
 NAMES = ("loss", "x", "predicted", "taught x", "certainty", "certain x")
 
 
@@ -62,14 +62,14 @@ def measured(
     }  # fmt: skip
 
 
-def two_ranks() -> tuple[list[dict[str, Tensor]], str]:
-    """What each of two ranks finds; the second stops in the end."""
+def two_ranks() -> tuple[list[dict[str, Tensor]], str, str]:
+    """What each of two ranks finds; the second stops in the end, twice."""
     import deepspeed
 
     from offramp.train.pipeline import quiet_deepspeed  # noqa: F401
 
     deepspeed.init_distributed("gloo", verbose=False)
-    return divided(), one_that_stops()
+    return divided(), one_that_stops(), one_that_adds_no_tied_gradients()
 
 
 def one_that_stops() -> str:
@@ -100,6 +100,35 @@ def one_that_stops() -> str:
     return ""
 
 
+def one_that_adds_no_tied_gradients() -> str:
+    """Rank 1 stops before gradients of tied weights are added up; returns what the other is told."""
+    from offramp.train.pipeline.engine import deepspeed_config, make_engine
+    from offramp.train.pipeline.stage_module import StageModule
+
+    case = Case()
+    model = case.model()
+    module = StageModule(model, plan_stages(model.config, model.exit_config, 2))
+    engine = make_engine(module, deepspeed_config(), torch.optim.SGD(module.parameters(), lr=0.0))
+    assert module.get_tied_weights_and_groups(), "or there is nothing to wait for"
+    engine.links.limit_to(timedelta(seconds=2))
+    engine.objective = case.run_objective().evaluated
+    batch = case.batch(0)
+    reduce = engine._reduce_shared_gradients
+
+    def stop() -> None:
+        if dist.get_rank() == 1:
+            threading.Event().wait(5)
+            raise OfframpError("stopped")
+        reduce()
+
+    engine._reduce_shared_gradients = stop
+    try:
+        engine.train_batch(batch.split(case.micro_batches), engine.objective.counts(batch))
+    except OfframpError as fault:
+        return str(fault)
+    return ""
+
+
 def divided() -> list[dict[str, Tensor]]:
     """In each rank: its answers for every vocabulary and type."""
     assert dist.group.WORLD is not None
@@ -119,7 +148,7 @@ def found() -> Found:
 
 
 def test_a_rank_that_stops_is_said_by_those_that_share_its_stage(found: Found) -> None:
-    (_, told), (_, stopped) = found
+    (_, told, _), (_, stopped, _) = found
     assert stopped == "stopped"
     assert told.startswith(
         "stage 0 (rank 0) waited 0.0333333 minutes (timeout_minutes) for sums among the tensor ranks in micro-batch 2 "
@@ -127,8 +156,14 @@ def test_a_rank_that_stops_is_said_by_those_that_share_its_stage(found: Found) -
     )
 
 
+def test_tied_weights_wait_no_longer_than_all_else(found: Found) -> None:
+    (_, _, told), (_, _, stopped) = found
+    assert stopped == "stopped"
+    assert "waited 0.0333333 minutes (timeout_minutes) for sums of gradients over all processes" in told
+
+
 def test_a_divided_vocabulary_is_the_whole_one(found: Found) -> None:
-    answers = [answer for answer, _ in found]
+    answers = [answer for answer, *_ in found]
     cases = [(vocab, dtype) for vocab in VOCABULARIES for dtype in (torch.float64, torch.float32)]
     for index, (vocab, dtype) in enumerate(cases):
         expected = measured(*case(vocab, dtype))
