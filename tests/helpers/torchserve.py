@@ -47,11 +47,10 @@ class Served:
         return (self.run_folder / "server.log").read_text()
 
     def gauge(self, name: str) -> float:
-        """A metric as Prometheus reads it: not a request to the model, so it does not call the handler."""
+        """A metric over all versions, as Prometheus reads it: no request to a model, so it calls no handler."""
         with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
             text = response.read().decode()
-        match = re.search(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)
-        return float(match.group(1)) if match else 0.0
+        return sum(map(float, re.findall(rf"^{name}\{{.*\}} (\S+)$", text, re.MULTILINE)))
 
     def post(self, body: bytes, content_type: str = "application/json") -> tuple[int, bytes]:
         url = urlsplit(self.base_url)
@@ -91,12 +90,12 @@ def make_checkpoint(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def started_torchserve(folder: Path) -> Iterator[Served]:
-    """Starts it in a folder, and sees that nothing of it is left behind in the end."""
+def started_torchserve(folder: Path, *options: str) -> Iterator[Served]:
+    """Starts it in a folder, with further options, and sees that nothing of it is left behind in the end."""
     command = [sys.executable, "-m", "offramp.common.cli", "serve", str(make_checkpoint(folder / "checkpoint"))]
     command += ["--port", "0", "--name", NAME, "--run-folder", str(folder / "run"), "--num-threads", "1"]
     command += ["--kv-cache-bytes", str(CACHE_BYTES), "--max-num-seqs", str(MAX_NUM_SEQS)]
-    command += ["--max-waiting", str(MAX_WAITING)]
+    command += ["--max-waiting", str(MAX_WAITING), *options]
     with (folder / "stderr").open("wb") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:

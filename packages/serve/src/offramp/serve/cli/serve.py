@@ -110,6 +110,7 @@ def _serve(folder: Path, options: argparse.Namespace) -> None:
         manage=options.manage,
     )
     keep_log = True
+    made_for = server.version
     try:
         weights = sum(file.stat().st_size for file in (folder / CHECKPOINT).glob("*.safetensors"))
         _say(f"Starting TorchServe with Java {server.java_version}, loading {weights / 1e6:,.0f} MB of weights ...")
@@ -118,6 +119,8 @@ def _serve(folder: Path, options: argparse.Namespace) -> None:
         with tqdm(desc="Loading", bar_format="{desc} for {elapsed}", leave=False, disable=None, file=sys.stderr) as bar:
             server.wait_until_ready(options.ready_timeout, on_wait=bar.refresh)
         _say(f"Ready after {time.monotonic() - began:.1f} s: {server.name} {server.version}, log {server.log}")
+        if server.version != made_for:
+            _say(f"{server.version} was deployed here before and answers again, not {made_for}.")
         example = {"model": server.name, "prompt": "Once upon a time", "max_tokens": 32}
         if server.key_file is not None:
             where = f"--to {server.management_url} --inference {server.inference_url}"
@@ -133,17 +136,30 @@ def _serve(folder: Path, options: argparse.Namespace) -> None:
             f"metrics: {server.metrics_url}\nStop with Ctrl-C.",
             flush=True,
         )
-        while server.is_running():
-            time.sleep(0.5)
-            if (failure := server.worker_failure()) is not None:
+        while True:
+            if server.wait_for_end(0.5):
+                _start_again(server, options.ready_timeout)
+            elif (failure := server.worker_failure()) is not None:
                 _say(f"The worker has failed and is started again: {failure}")
-        raise OfframpError(f"TorchServe has ended by itself; its log is {server.log}.")
     except (Stop, KeyboardInterrupt):
         keep_log = False
         _say("Stopping ...")
         raise
     finally:
         server.stop(keep_log=keep_log)
+
+
+def _start_again(server: TorchServe, timeout_s: float) -> None:
+    """After TorchServe has ended by itself: killed, or out of memory.
+
+    Raises:
+        OfframpError: It ends again before it is ready. Then this command ends, for whoever supervises it to see.
+    """
+    began = time.monotonic()
+    _say("TorchServe has ended by itself and is started again.")
+    server.start()
+    server.wait_until_ready(timeout_s)
+    _say(f"Ready again after {time.monotonic() - began:.1f} s: {server.name} {server.version}")
 
 
 def _serve_in_process(checkpoint: Path, engine: dict[str, Any], options: argparse.Namespace) -> None:

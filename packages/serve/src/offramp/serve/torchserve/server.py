@@ -1,6 +1,7 @@
-"""A TorchServe of one's own on loopback: written into a folder, started, waited for, stopped.
+"""A TorchServe of one's own on loopback: written into a folder, started, waited for, stopped, started again.
 
-Several may run beside each other: each has its own configuration, ports, temporary folder and process group.
+Several may run beside each other: each has its own configuration, ports, temporary folder and process group. What was
+registered while one ran is there again in the next one of its run folder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,12 +27,15 @@ from typing import Any
 from offramp.common.errors import OfframpError
 from offramp.serve.torchserve.archive import read_manifest
 from offramp.serve.torchserve.java import find_java
+from offramp.serve.torchserve.snapshots import Snapshots
 from offramp.serve.torchserve.worker_report import ENVIRONMENT_VARIABLE, WorkerReport
 
 HOST = "127.0.0.1"
 MAX_REQUEST_BYTES = 4_000_000
 """Longest request body; TorchServe answers a longer one with 413 itself."""
 
+_CONFIGURATION = "config.properties"
+_OTHER_PORTS = ("management_address", "metrics_address", "grpc_inference_port", "grpc_management_port")
 _STOP_TIMEOUT_S = 20.0
 _UNIX_SOCKET_PATH_LIMIT = 100  # bytes; the system's own is 108, and TorchServe appends `.ts.sock.9000`
 
@@ -51,7 +55,9 @@ _LOG_CONFIG = """<?xml version="1.0" encoding="UTF-8"?>
 </Configuration>
 """
 # A worker of TorchServe is no rank of anything, and TorchServe itself reads some of these.
-_FOREIGN_VARIABLES = re.compile(r"TS_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+_FOREIGN_VARIABLES = re.compile(
+    r"TS_.*|(LOG|METRICS)_LOCATION|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+)
 _LOAD_FAILED = "Load model failed"  # Java's, whatever the worker died of
 _WORKER_GAVE_UP = "500 - Unknown exception"  # the worker's own, after it has said what it was
 _ERROR_LINE = re.compile(r"MODEL_LOG - (?P<error>[\w.]*(?:Error|Exception|Interrupt)\b.*)")
@@ -65,7 +71,9 @@ class TorchServe:
     Args:
         model_folder: A model folder, as `offramp.serve.torchserve.archive` makes it.
         port: Where to answer; 0 takes a free one.
-        run_folder: Where configuration and log go; None makes a temporary folder, removed by a clean `stop`.
+        run_folder: Where configuration, log and model store go; None makes a temporary folder, removed by a clean
+            `stop`. One that was used before gives its ports, as far as they are free, and what was registered then:
+            its default version answers again, and not `model_folder` if that was taken out.
         threads: CPU threads of the worker; None takes all that this process may use.
         manage: Let other versions be registered. As a handler is a program, TorchServe then wants its keys
             (`key_file`), for requests as well.
@@ -88,15 +96,18 @@ class TorchServe:
         _check_installed()
         self._java = find_java()
         self.port = _claim(port)
-        management, self._metrics_port, grpc_inference, grpc_management = _free_ports(4, self.port)
-        self._management_port = management
-        self._grpc_ports = (grpc_inference, grpc_management)
         if run_folder is None:
             self.run_folder = Path(tempfile.mkdtemp(prefix="offramp-serve-"))
         else:
             self.run_folder = run_folder.resolve()
             self.run_folder.mkdir(parents=True, exist_ok=True)
-        self._temporary = Path(tempfile.mkdtemp(prefix="offramp-ts-"))
+        management, self._metrics_port, grpc_inference, grpc_management = _free_ports(
+            _ports_before(self.run_folder / _CONFIGURATION), taken=self.port
+        )
+        self._management_port = management
+        self._grpc_ports = (grpc_inference, grpc_management)
+        self._temporary: Path | None = None
+        self._log_begins = 0  # bytes of the log that are of the process before
         self._process: subprocess.Popen[bytes] | None = None
         self._report = WorkerReport(self.run_folder / "worker-report.txt")
 
@@ -155,8 +166,11 @@ class TorchServe:
         self.stop(keep_log=error is not None)
 
     def start(self) -> None:
-        """Starts the process; it is not ready yet."""
-        assert self._process is None, "started twice"
+        """Starts the process; it is not ready yet. After a process that has ended, it gets what that one had."""
+        assert not self.is_running(), "started twice"
+        if self._process is not None:
+            self._end()
+        self._temporary = Path(tempfile.mkdtemp(prefix="offramp-ts-"))
         if len(os.fsencode(self._temporary)) > _UNIX_SOCKET_PATH_LIMIT - len("/.ts.sock.9000"):
             raise OfframpError(
                 f"the temporary folder {self._temporary} has too long a path for a unix socket; set TMPDIR to a "
@@ -166,16 +180,19 @@ class TorchServe:
         link = self.store / self.name
         link.unlink(missing_ok=True)
         link.symlink_to(self._model_folder, target_is_directory=True)
-        (self.run_folder / "config.properties").write_text(self._properties())
+        (self.run_folder / _CONFIGURATION).write_text(self._properties(self._restore()))
         (self.run_folder / "log4j2.xml").write_text(_LOG_CONFIG)
         assert self._report.path is not None
         self._report.path.unlink(missing_ok=True)
         if self.key_file is not None:
             self.key_file.unlink(missing_ok=True)  # of the run before
         command = [sys.executable, "-m", "ts.model_server", "--start", "--foreground"]
-        # No snapshots, and always our own configuration: a start without one would take the last snapshot's.
-        command += ["--ncs", "--ts-config", "config.properties", "--log-config", "log4j2.xml"]
-        with self.log.open("wb") as log:
+        # Always our own configuration: a start without one would take the last snapshot's.
+        command += ["--ts-config", _CONFIGURATION, "--log-config", "log4j2.xml"]
+        if not self._manage:
+            command += ["--ncs"]  # no snapshots
+        with self.log.open("ab") as log:
+            self._log_begins = log.tell()
             self._process = subprocess.Popen(
                 command,
                 cwd=self.run_folder,  # TorchServe puts files of its own into the current folder
@@ -224,22 +241,45 @@ class TorchServe:
         """Whether the process lives."""
         return self._process is not None and self._process.poll() is None
 
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Waits until the process has ended by itself; whether it has."""
+        assert self._process is not None, "not started"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return not self.is_running()
+
     def stop(self, *, keep_log: bool = False) -> None:
         """Ends the server and its worker; streams that are under way are cut.
 
         Args:
             keep_log: Leave a temporary run folder where it is.
         """
-        if self._process is not None:
-            self._end_process(self._process)
-            self._process = None
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._end()
         if not keep_log and not self._keep_run_folder:
             shutil.rmtree(self.run_folder, ignore_errors=True)
 
+    def _end(self) -> None:
+        """Ends all that is left of the process, and forgets it."""
+        if self._process is not None:
+            self._end_process(self._process)
+            self._process = None
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
+
+    def _restore(self) -> list[str]:
+        """The folders in the model store that are to be loaded: those of before, or the one that this was made for."""
+        before = Snapshots(self.run_folder / "logs" / "config").newest() if self._manage else []
+        there = [one for one in before if (self.store / one.folder).is_dir()]
+        default = next((one for one in there if one.name == self.name), None)
+        if default is not None and default.folder != self.name:
+            self.version = default.version
+        # The first version of a model that is loaded is its default one.
+        return [*([] if default else [self.name]), *(one.folder for one in there)]
+
     def _end_process(self, process: subprocess.Popen[bytes]) -> None:
         # The launcher waits for Java, so it is Java that has to be asked; the launcher alone would leave it behind.
-        java = _read_pid(self._temporary / ".model_server.pid")
+        java = None if self._temporary is None else _read_pid(self._temporary / ".model_server.pid")
         with contextlib.suppress(ProcessLookupError):
             if java is not None and process.poll() is None:
                 os.kill(java, signal.SIGTERM)
@@ -274,19 +314,26 @@ class TorchServe:
             raise OfframpError(f"the model could not be loaded: {failure}")
         if not self.is_running():
             raise OfframpError(f"TorchServe ended while it started: {self._last_error()}; its log is {self.log}.")
-        if _LOAD_FAILED in self.log.read_text(errors="replace"):
+        if _LOAD_FAILED in self._said():
             raise OfframpError(
                 f"TorchServe's worker died while it loaded the model: {self._last_error()}; its log is {self.log}."
             )
 
     def _last_error(self) -> str:
         """The last line of the log that names an error of the worker's."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        errors = [match["error"] for line in lines if (match := _ERROR_LINE.search(line))]
+        errors = [match["error"] for line in self._said().splitlines() if (match := _ERROR_LINE.search(line))]
         errors = [error for error in errors if _WORKER_GAVE_UP not in error]
         return errors[-1] if errors else "it said nothing, as when memory runs out"
 
-    def _properties(self) -> str:
+    def _said(self) -> str:
+        """What the process and its workers have logged."""
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as log:
+            log.seek(self._log_begins)
+            return log.read().decode(errors="replace")
+
+    def _properties(self, folders: Sequence[str]) -> str:
         """`config.properties`; paths are relative to the run folder, so that none needs escaping."""
         settings: dict[str, Any] = {
             "inference_address": f"http://{HOST}:{self.port}",
@@ -297,7 +344,7 @@ class TorchServe:
             "grpc_inference_port": self._grpc_ports[0],
             "grpc_management_port": self._grpc_ports[1],
             "model_store": "store",
-            "load_models": self.name,
+            "load_models": ",".join(folders),
             "enable_model_api": str(self._manage).lower(),
             "allowed_urls": "file://store/.*",  # models come from the store, and from no address
             # Its keys live an hour and it answers 400 for a wrong one; without management, loopback is the boundary.
@@ -349,16 +396,33 @@ def _claim(port: int) -> int:
         return probe.getsockname()[1]
 
 
-def _free_ports(count: int, taken: int) -> list[int]:
-    """Distinct free ports; all are held until the last is found, so that none comes twice."""
+def _ports_before(configuration: Path) -> list[int]:
+    """The ports that an earlier configuration gave to everything but requests; 0 for each that it does not name."""
+    lines = configuration.read_text().splitlines() if configuration.exists() else []
+    said = {line.partition("=")[0]: line.rpartition("=")[2].rpartition(":")[2] for line in lines}
+    return [int(port) if (port := said.get(name, "")).isdecimal() else 0 for name in _OTHER_PORTS]
+
+
+def _free_ports(wanted: Sequence[int], *, taken: int) -> list[int]:
+    """Distinct free ports, as wanted where that is free and not 0; all are held until the last is found."""
     with contextlib.ExitStack() as stack:
         ports: list[int] = []
-        while len(ports) < count:
-            probe = stack.enter_context(socket.socket())
-            probe.bind((HOST, 0))
-            if probe.getsockname()[1] != taken:
-                ports.append(probe.getsockname()[1])
+        for want in wanted:
+            if want and want not in (taken, *ports):
+                with contextlib.suppress(OfframpError):
+                    ports.append(_claim(want))
+                    continue
+            while (port := _bind_any(stack)) in (taken, *ports):
+                pass
+            ports.append(port)
         return ports
+
+
+def _bind_any(stack: contextlib.ExitStack) -> int:
+    """A free port, which stays bound until the stack is left."""
+    probe = stack.enter_context(socket.socket())
+    probe.bind((HOST, 0))
+    return probe.getsockname()[1]
 
 
 def _request(

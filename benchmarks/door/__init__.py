@@ -1,0 +1,1 @@
+"""The whole door under load: the commands that open one, and a client that sees every octet."""
