@@ -74,8 +74,8 @@ class Said:
     exit_layers: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def take(self, choice: Mapping[str, Any]) -> None:
-        """A choice of a whole answer, or what an event of a stream adds to it."""
+    def take(self, choice: Mapping[str, Any], event: Mapping[str, Any]) -> None:
+        """A choice of a whole answer, or what an event adds to it, which tells of no other choice beside its own."""
         message = choice.get("message", choice.get("delta", choice))
         self.text += message.get("content", message.get("text")) or ""
         about = choice.get("logprobs") or {}
@@ -83,17 +83,20 @@ class Said:
             self.tokens += [(entry["token"], entry["logprob"]) for entry in about["content"]]
         elif about:
             self.tokens += zip(about["tokens"], about["token_logprobs"], strict=True)
-        self.exit_layers += choice.get("offramp", {}).get("exit_layers", [])
+        self.exit_layers += choice.get("offramp", event.get("offramp", {})).get("exit_layers", [])
         self.finish_reason = choice["finish_reason"] or self.finish_reason
 
-    def differs(self, other: Said) -> str | None:
-        """What is not the same, in a word; log-probabilities may differ in the last bits."""
-        if [token for token, _ in self.tokens] != [token for token, _ in other.tokens]:
-            return "tokens"
-        if any(abs(a - b) > 1e-3 for (_, a), (_, b) in zip(self.tokens, other.tokens, strict=True)):
-            return "log-probabilities"
-        names = ("text", "exit_layers", "finish_reason")
-        return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
+    def differs(self, right: Said) -> str | None:
+        """What is not as it should be; log-probabilities may differ in the last bits."""
+        for number, ((token, mine), (wanted, its)) in enumerate(zip(self.tokens, right.tokens, strict=False)):
+            if token != wanted or abs(mine - its) > 1e-3:
+                return f"token {number} is {token!r} ({mine:.4f}) instead of {wanted!r} ({its:.4f})"
+        for name in ("text", "exit_layers", "finish_reason"):
+            if getattr(self, name) != getattr(right, name):
+                return f"{name} is {getattr(self, name)!r:.200} instead of {getattr(right, name)!r:.200}"
+        if len(self.tokens) != len(right.tokens):
+            return f"there are {len(self.tokens)} tokens instead of {len(right.tokens)}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ def said(objects: Iterable[dict[str, Any]]) -> list[Said]:
         if "error" in one:
             raise ValueError(f"an error in the answer: {one['error']}")
         for choice in one["choices"]:
-            choices.setdefault(choice["index"], Said()).take(choice)
+            choices.setdefault(choice["index"], Said()).take(choice, one)
     return [choices[index] for index in sorted(choices)]
 
 
@@ -306,7 +309,7 @@ class _Client:
             raise ValueError(f"{len(got)} choices instead of {len(question.answer)}")
         for mine, right in zip(got, question.answer, strict=True):
             if (what := mine.differs(right)) is not None:
-                self._outcome.fault(f"{name}: wrong {what} for {question.body}: {mine} instead of {right}")
+                self._outcome.fault(f"{name}: {what}, for {question.body!r:.300}")
 
     async def _refused_one(self) -> None:
         name, (octets, status) = self._source.choice(self._refused)

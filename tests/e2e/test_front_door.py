@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import openai
 import pytest
+from benchmarks.door.servers import Door
+from benchmarks.door_soak import Question, all_blocks, ask_beforehand, load
 
 from helpers.door import Opened, open_door, post
 from helpers.openai_service import Engine
 from helpers.sinks import eventually
-from helpers.torchserve import CACHE_BYTES, MAX_NUM_SEQS, MAX_WAITING, NAME, Served, make_checkpoint
+from helpers.torchserve import CACHE_BYTES, CACHE_TOKENS, MAX_NUM_SEQS, MAX_WAITING, NAME, Served, make_checkpoint
 from offramp.serve.config import EngineConfig
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.gateway.settings import GatewaySettings
@@ -26,6 +29,8 @@ from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.served_model import ServedModel
 
 pytestmark = pytest.mark.slow
+
+CONFIG = EngineConfig(kv_cache_bytes=CACHE_BYTES, max_num_seqs=MAX_NUM_SEQS, max_waiting=MAX_WAITING, num_threads=1)
 
 
 @dataclass
@@ -49,8 +54,7 @@ class Behind:
 
 @contextlib.contextmanager
 def engine_behind(folder: Path) -> Iterator[Behind]:
-    config = EngineConfig(kv_cache_bytes=CACHE_BYTES, max_num_seqs=MAX_NUM_SEQS, max_waiting=MAX_WAITING, num_threads=1)
-    model = ServedModel.load(make_checkpoint(folder / "checkpoint"), config, name=NAME, version="1.0")
+    model = ServedModel.load(make_checkpoint(folder / "checkpoint"), CONFIG, name=NAME, version="1.0")
     started: list[tuple[EngineThread, OpenAIService]] = []
 
     def start(on_iteration: OnIteration) -> tuple[EngineThread, OpenAIService]:
@@ -153,6 +157,24 @@ def test_what_stops_a_model_cannot_be_asked(behind: Behind) -> None:
     ):
         assert behind.opened.knock(f"GET {path} HTTP/1.1\r\n{head}".encode())[0] == status
     assert behind.client.completions.create(model=NAME, prompt=[5], max_tokens=1).choices[0].finish_reason == "length"
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> list[Question]:
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("beforehand") / "checkpoint")
+    questions, cache_tokens = ask_beforehand(checkpoint, CONFIG, model=NAME, seed=0, count=20)
+    assert cache_tokens == CACHE_TOKENS
+    return questions
+
+
+def test_random_clients_get_what_they_should_and_leave_nothing(behind: Behind, questions: list[Question]) -> None:
+    door = Door(behind.opened.port, behind.key, NAME, {})
+    outcome = asyncio.run(load(door, questions, seconds=5, clients=16, seed=0))
+    assert outcome.faults == []
+    for what in (("stream", 200), ("whole", 200), ("leave", 200), ("reset", 0)):
+        assert outcome.counts[what] > 0
+    eventually(lambda: behind.running() == 0, 20, every_s=0.05)
+    assert asyncio.run(all_blocks(door, CACHE_TOKENS)) is None
 
 
 def test_a_dead_worker_is_said_and_a_new_one_answers(tmp_path_factory: pytest.TempPathFactory, served: Served) -> None:
