@@ -169,8 +169,8 @@ def own_words(status: int, message: str) -> Response:
 
 
 def open_gateway(
-    models: dict[str, dict[str, str]], engine: Engine, **door: Any
+    models: dict[str, dict[str, str]], engine: Engine, *, poll_s: float = 0.05, **door: Any
 ) -> contextlib.AbstractContextManager[Opened]:
     """A gateway that looks often, behind a door without keys."""
-    given = {"keys": "none", "models": models, "poll_s": 0.05}
+    given = {"keys": "none", "models": models, "poll_s": poll_s}
     return open_door(TorchServeBackend(make_settings(GatewaySettings, given, where="test")), engine, **door)

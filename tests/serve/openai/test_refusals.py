@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -39,6 +40,8 @@ def test_an_unknown_model_is_404_and_names_what_is_served(service: OpenAIService
         b"[" * 100_000,
         b'"text"',
         b'{"model": "m", "prompt": ' + b"9" * 5000 + b"}",
+        b'{"model": "m", "prompt": [4], "model": "m"}',
+        b'{"model": "m", "prompt": [4], "offramp": {"priority": 1, "priority": 1}}',
     ],
 )
 def test_malformed_bodies_are_400(service: OpenAIService, payload: bytes) -> None:
@@ -60,6 +63,35 @@ def test_numbers_of_thousands_of_digits_are_400_in_few_words(service: OpenAIServ
     error = refusal(service.open(COMPLETIONS, b'{"model":"m","prompt":[4],' + fields + b"}", "1"), 400)
     assert len(error["message"]) < 300
     assert "sys." not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, b'"messages":[' + b"1," * 1_000_000 + b"1]"),
+        (CHAT, b'"messages":[' + b'{"a":1},' * 400_000 + b'{"a":1}]'),
+        (COMPLETIONS, b'"prompt":[' + b'"a",' * 800_000 + b'"a"]'),
+        (COMPLETIONS, b'"prompt":[' + b"[4]," * 800_000 + b"[4]]"),
+        (COMPLETIONS, b'"prompt":[4],"stop_token_ids":[' + b'"a",' * 800_000 + b'"a"]'),
+        (COMPLETIONS, b'"prompt":[4],"stop":[' + b"1," * 1_000_000 + b"1]"),
+        (COMPLETIONS, b'"prompt":[4],' + b",".join(b'"f%d":1' % i for i in range(300_000))),
+        (COMPLETIONS, b'"prompt":[4],"logit_bias":{' + b",".join(b'"a%d":1' % i for i in range(300_000)) + b"}"),
+    ],
+)
+def test_millions_of_faults_are_refused_at_the_first(service: OpenAIService, path: str, fields: bytes) -> None:
+    began = time.thread_time()
+    error = refusal(service.open(path, b'{"model":"m",' + fields + b"}", "1"), 400)
+    assert time.thread_time() - began < 4  # 10 s and 2 GB, with all of them collected
+    assert len(error["message"]) < 300
+
+
+def test_prompts_are_counted_before_any_is_read(thread: EngineThread) -> None:
+    class Unread:
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            raise AssertionError
+
+    service = OpenAIService(thread, Unread(), card())  # pyright: ignore[reportArgumentType]
+    assert "9000 prompts" in refusal(service.open(COMPLETIONS, body(prompt=["a"] * 9000), "1"), 400)["message"]
 
 
 def test_a_prompt_longer_than_the_context_names_both_lengths(service: OpenAIService) -> None:

@@ -98,7 +98,7 @@ class Door:
         response.ends_connection = has_body(headers)
         endpoint = find_endpoint(scope["method"], scope["raw_path"].decode("latin-1"))
         exchange.endpoint = endpoint.label
-        check_framing(headers, takes_body=endpoint.takes_body)
+        check_framing(headers, scope["http_version"], takes_body=endpoint.takes_body)
         if endpoint.public:
             await self._tell_health(endpoint, response)
             return
@@ -134,7 +134,7 @@ class Door:
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not secret:
             raise _unauthorized("You gave no API key; send it in the header Authorization: Bearer KEY.")
-        key = self._keys.find(secret.strip())
+        key = self._keys.find(secret.strip(" "))
         if key is None:
             raise _unauthorized("This API key is not known here; check it, or ask for another.")
         return key

@@ -18,6 +18,8 @@ CLIENT_GONE = 499
 
 log = logging.getLogger("offramp.access")
 
+# Others are words that a client may choose.
+_METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"})
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -26,7 +28,7 @@ class Exchange:
     """What becomes known of a request on its way.
 
     Attributes:
-        method: Of the request.
+        method: Of the request; None where it was none.
         client: Its address.
         request_id: Ours, sent back as ``x-request-id``.
         client_request_id: What the client calls it (``x-client-request-id``), if that is an id.
@@ -40,7 +42,7 @@ class Exchange:
         fault: Code of the error that a client was told, in the status or in the stream.
     """
 
-    method: str
+    method: str | None
     client: str | None
     client_request_id: str | None
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -60,7 +62,8 @@ class Exchange:
         address = scope.get("client")
         given = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-client-request-id"]
         client_id = given[0] if given and _CLIENT_ID.fullmatch(given[0]) else None
-        return cls(scope["method"][:20], address[0] if address else None, client_id)
+        method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+        return cls(method, address[0] if address else None, client_id)
 
     @property
     def elapsed_s(self) -> float:

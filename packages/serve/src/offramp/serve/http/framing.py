@@ -13,17 +13,22 @@ from offramp.serve.protocol.errors import ApiError, bad_request
 _ONCE = ("authorization", "content-length", "content-type", "host", "transfer-encoding")
 
 
-def check_framing(headers: Headers, *, takes_body: bool) -> None:
-    """Raises `ApiError` for headers that contradict each other or the endpoint.
+def check_framing(headers: Headers, version: str, *, takes_body: bool) -> None:
+    """Raises `ApiError` for headers that contradict each other, the protocol or the endpoint.
 
     Args:
         headers: Of the request.
+        version: Of HTTP.
         takes_body: Whether a request of this kind has a body.
     """
     for name in _ONCE:
         if len(headers.getlist(name)) > 1:
             raise _refused(f"The header {name} was sent more than once; send it once.")
+    if "expect" in headers and headers["expect"].strip().lower() != "100-continue":
+        raise ApiError(417, "Nothing but '100-continue' can be expected here.", code="expectation_failed")
     if "transfer-encoding" in headers:
+        if version == "1.0":
+            raise _refused("HTTP/1.0 has no transfer-encoding.")
         if "content-length" in headers:
             raise _refused("The request has content-length and transfer-encoding; send one of them.")
         if headers["transfer-encoding"].strip().lower() != "chunked":

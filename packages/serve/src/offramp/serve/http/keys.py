@@ -7,12 +7,14 @@ JSON, is read again when it has changed, and is only ever replaced as a whole.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import logging
 import os
 import secrets
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,9 +60,8 @@ class KeyRing(BaseModel):
 
     @model_validator(mode="after")
     def _each_name_once(self) -> KeyRing:
-        names = [key.name for key in self.keys]
-        for name in names:
-            if names.count(name) > 1:
+        for name, count in Counter(key.name for key in self.keys).items():
+            if count > 1:
                 raise ValueError(f"the name {name!r} is there twice")
         return self
 
@@ -83,8 +84,9 @@ class KeyRing(BaseModel):
     def find(self, secret: str) -> ApiKey | None:
         """Whose key this is; None where it is nobody's."""
         digest = _digest(secret)
-        # Only hashes are compared. How long that takes tells of hashes alone, and nobody can choose those.
-        return next((key for key in self.keys if key.sha256 == digest), None)
+        # Only hashes are compared. How long that takes tells of hashes alone, and nobody can choose those; nor does it
+        # tell of them.
+        return next((key for key in self.keys if hmac.compare_digest(key.sha256, digest)), None)
 
 
 class KeysFile:

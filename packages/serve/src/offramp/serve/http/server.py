@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import resource
 import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from offramp.common.errors import OfframpError
+from offramp.serve.http.connection import MAX_HEAD_BYTES, connection_type
 from offramp.serve.http.exchange import log as access_log
 from offramp.serve.http.settings import DoorSettings
 
-_MAX_HEAD_BYTES = 32_768
+_OTHER_FILES = 256
 
 
 class Server(uvicorn.Server):
@@ -54,7 +53,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_protocol(settings),
+                http=connection_type(settings, _connections(settings)),
                 ws="none",
                 loop="asyncio",
                 lifespan="on",
@@ -62,7 +61,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_keep_alive=max(1, round(settings.keep_alive_s)),
                 timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
                 **tls,
@@ -123,60 +122,16 @@ def log_to(settings: DoorSettings) -> None:
     access_log.propagate = False
 
 
-def _protocol(settings: DoorSettings) -> type[H11Protocol]:
-    """HTTP/1.1 for clients that are slow on purpose: uvicorn would wait for ever for a head, and for a reader."""
-
-    class ImpatientProtocol(H11Protocol):
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            self._head = _Deadline(self.loop, settings.header_timeout_s, transport.abort)
-            self._reader = _Deadline(self.loop, settings.write_timeout_s, transport.abort)
-            self._head.set()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            # Between two requests uvicorn's own timer runs, until the first byte of the next.
-            if self.conn.their_state is h11.IDLE:
-                self._head.set()
-            else:
-                self._head.lift()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.conn.trailing_data[0]:  # a part of the next head has come already
-                self._head.set()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._head.lift()
-            self._reader.lift()
-            super().connection_lost(exc)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._reader.set()
-
-        def resume_writing(self) -> None:
-            self._reader.lift()
-            super().resume_writing()
-
-    return ImpatientProtocol
-
-
-class _Deadline:
-    """Does something unless it is lifted in time; once set it stays until then."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, then: Callable[[], None]) -> None:
-        self._loop, self._seconds, self._then = loop, seconds, then
-        self._timer: asyncio.TimerHandle | None = None
-
-    def set(self) -> None:
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._seconds, self._then)
-
-    def lift(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+def _connections(settings: DoorSettings) -> int:
+    """How many connections there may be; raises what the system lets this process open, if that is less."""
+    # A request may have another connection behind the gateway, and the process needs some files beside.
+    others = settings.max_concurrent + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.max_connections + others
+    if soft < wanted:
+        soft = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(settings.max_connections, soft - others))
 
 
 def _listen(host: str, port: int) -> socket.socket:

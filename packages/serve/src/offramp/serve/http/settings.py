@@ -54,6 +54,7 @@ class DoorSettings(Settings):
         access_log: File for a line about each request; without one they go to standard error.
         max_body_bytes: Longest body of a request.
         max_concurrent: Most requests that are answered at the same time; others get 429.
+        max_connections: Most connections at the same time; others are closed.
         header_timeout_s: Longest time for the head of a request, in seconds.
         body_timeout_s: Longest time for its body.
         answer_timeout_s: Longest time for the answer, from the end of the body to the last word.
@@ -70,6 +71,7 @@ class DoorSettings(Settings):
     access_log: NearbyPath | None = None
     max_body_bytes: int = Field(default=4_000_000, ge=1)
     max_concurrent: int = Field(default=256, ge=1)
+    max_connections: int = Field(default=2048, ge=1)
     header_timeout_s: Seconds = 10.0
     body_timeout_s: Seconds = 30.0
     answer_timeout_s: Seconds = 600.0

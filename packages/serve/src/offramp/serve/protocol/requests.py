@@ -13,7 +13,16 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from offramp.common.exits.kv_policy import KVPolicy
@@ -28,6 +37,8 @@ MAX_COMPLETION_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
 MAX_DIGITS = 50
 """Of a whole number. No field takes so many, and Python neither reads nor writes thousands of them."""
+MAX_PROMPTS = 10_000
+"""Of one request; no server takes as many, and a million of them take seconds to look at."""
 
 Prompts = list[str] | list[list[int]]
 GivenPrompts = str | list[str] | list[int] | list[list[int]]
@@ -38,10 +49,14 @@ def _as_prompts(value: object) -> object:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if all(isinstance(item, str) for item in value):
-            return value
         if all(type(item) is int for item in value):
             return [value]
+        if len(value) > MAX_PROMPTS:
+            raise PydanticCustomError(
+                "prompt", "must hold at most {most} prompts, not {given}", {"most": MAX_PROMPTS, "given": len(value)}
+            )
+        if all(isinstance(item, str) for item in value):
+            return value
         if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
             return value
     raise PydanticCustomError(
@@ -88,7 +103,10 @@ def _as_top_k(value: object) -> object:
 
 
 class _Body(BaseModel):
-    """Strict: no unknown field, no number in a string, no infinity."""
+    """Strict: no unknown field, no number in a string, no infinity.
+
+    Lists are given up at their first fault (`FailFast`): a million faults would take gigabytes, and one is told.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -190,7 +208,7 @@ class GenerationBody(_Named):
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     min_tokens: int = Field(default=0, ge=0)
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**63)]] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], FailFast()] = []
     ignore_eos: bool = False
     structured_outputs: StructuredOutputs | None = None
     offramp: OfframpOptions = OfframpOptions()
@@ -271,7 +289,7 @@ class Message(_Body):
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False

@@ -56,6 +56,8 @@ from offramp.serve.text import Decoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_FIELDS = 10_000
+"""Of a JSON object. So many at fault take a tenth of a second to name, and no field needs more."""
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 # OpenAI's is "as much as fits". A small model that does not find its end would fill the context every time.
 DEFAULT_CHAT_TOKENS = 1024
@@ -131,6 +133,8 @@ class OpenAIService:
     def _completion(self, reply_id: str, body: bytes) -> Generation:
         parsed = parse_body(CompletionBody, decode_body(body))
         self._check_model(parsed)
+        sequences = parsed.best_of or parsed.n
+        self._check_count(len(parsed.prompt), sequences)
         prompts = encode_prompts(parsed, self._tokenizer, self.card.vocab_size)
         budgets = [self._budget(len(ids), parsed.max_tokens, DEFAULT_COMPLETION_TOKENS, "prompt") for ids in prompts]
         echoes = prompt_logprobs = None
@@ -147,13 +151,14 @@ class OpenAIService:
             budgets,
             logprobs=parsed.logprobs,
             prompt_logprobs=prompt_logprobs,
-            sequences=parsed.best_of or parsed.n,
+            sequences=sequences,
             echoes=echoes,
         )
 
     def _chat(self, reply_id: str, body: bytes) -> Generation:
         parsed = parse_body(ChatBody, decode_body(body))
         self._check_model(parsed)
+        self._check_count(1, parsed.n)
         ids = encode_chat(parsed, self._tokenizer)
         asked = parsed.max_completion_tokens if parsed.max_tokens is None else parsed.max_tokens
         budget = self._budget(len(ids), asked, DEFAULT_CHAT_TOKENS, "messages")
@@ -184,13 +189,6 @@ class OpenAIService:
         echoes: list[Echo] | None,
     ) -> Generation:
         """Submits `sequences` requests for each prompt, all of them or none; `budgets` are their most new tokens."""
-        together = len(prompts) * sequences
-        if together > self._thread.max_requests:
-            raise bad_request(
-                f"{len(prompts)} prompts with {sequences} choices each are {together} requests, more than the "
-                f"{self._thread.max_requests} that this server takes together; send fewer at once.",
-                param="prompt" if len(prompts) > 1 else "n",
-            )
         # The best of several are those that the model finds most likely, so it is asked how likely each is.
         ranked = sequences > body.n
         samplings = [
@@ -267,6 +265,16 @@ class OpenAIService:
         if body.model not in (self.card.name, self.card.name_and_version):
             raise unknown_model(body.model, self.card.name)
 
+    def _check_count(self, num_prompts: int, sequences: int) -> None:
+        """Before anything is tokenized, which takes much longer than to send it."""
+        together = num_prompts * sequences
+        if together > self._thread.max_requests:
+            raise bad_request(
+                f"{num_prompts} prompts with {sequences} choices each are {together} requests, more than the "
+                f"{self._thread.max_requests} that this server takes together; send fewer at once.",
+                param="prompt" if num_prompts > 1 else "n",
+            )
+
     def _budget(self, num_tokens: int, asked: int | None, default: int, param: str) -> int:
         """Most tokens to generate after a prompt of `num_tokens`.
 
@@ -295,7 +303,9 @@ def decode_body(body: bytes) -> object:
         raise bad_request("The request has no body; send a JSON object with content-type: application/json.")
     try:
         text = body.decode("utf-8")
-        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole)
+        value = json.loads(
+            text, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole, object_pairs_hook=_object
+        )
         if _SURROGATE.search(body):
             # No tokenizer takes half a character. Checked only where it can be: escapes like these are rare.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -306,6 +316,16 @@ def decode_body(body: bytes) -> object:
         raise bad_request("The request body holds bytes or escapes that are no Unicode characters.") from None
     except ValueError as error:
         raise bad_request(f"The request body cannot be read as JSON: {error}") from None
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object. Which of two fields of the same name counts is not for readers of JSON to agree on."""
+    if len(pairs) > MAX_FIELDS:
+        raise ValueError(f"an object has {len(pairs)} fields, more than {MAX_FIELDS}")
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has two fields of the same name")
+    return found
 
 
 def _no_constant(name: str) -> float:
