@@ -101,6 +101,18 @@ def test_all_keys_together_are_good_for_so_much() -> None:
         eventually(lambda: opened.complete(max_tokens=1)[0] == 200)
 
 
+def test_connections_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with open_door(ScriptedBackend(), Engine(), max_connections=3) as opened, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(opened.connect(b"GET")) for _ in range(3)]
+        for _ in range(5):
+            with opened.connect(b"") as connection, contextlib.suppress(ConnectionError):
+                connection.settimeout(5)  # the head of a request would have 10 s
+                assert connection.recv(1) == b""
+        held[0].close()
+        eventually(lambda: opened.knock(b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")[0] == 200)
+    assert caplog.text.count("There are 3 connections") == 1, "said once, however many come"
+
+
 def test_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "offramp.access")
     engine = Engine()
