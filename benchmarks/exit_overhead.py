@@ -106,7 +106,7 @@ class Setting:
             }
         )
         model = MultiExitTransformer(config, exits)
-        model.reset_parameters(torch.Generator().manual_seed(0))
+        model.reset_parameters(seed=0)
         shape = MicroBatchShape(self.rows, self.time)
         plan = plan_stages(config, exits, self.stages, self.bounds)
         return Estimator(plan, model.train(), shape, estimated(config, exits, shape, 1e12, ""), self.micro_batches)

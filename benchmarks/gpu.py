@@ -61,7 +61,7 @@ def write_random(shape: str, directory: Path) -> None:
     with torch.device("meta"):
         model = MultiExitTransformer(ModelConfig.from_hf(hf_config)).to(torch.bfloat16)
     model = model.to_empty(device="cpu").eval()
-    model.reset_parameters(torch.Generator().manual_seed(0))
+    model.reset_parameters(seed=0)
     save_checkpoint(directory, Checkpoint(model, hf_config))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))

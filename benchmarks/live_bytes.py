@@ -38,7 +38,7 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
+        if key in self._known or tensor.is_meta:
             return
         self._known.add(key)
         self.now += size

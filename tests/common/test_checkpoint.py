@@ -116,7 +116,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "an exit's tensor is missing": (_drop("exits.3.adapter.proj.weight"), r"lacks 1 tensors.*'exits.3.adapter.proj"),
     "a tensor too many": (_set("model.layers.4.mlp.up_proj.weight", torch.zeros(2)), r"holds 1 tensors.*'layers.4"),
     "another shape": (_set("model.norm.weight", torch.zeros(31)), r"'norm.weight' has shape \[31\].*\[32\]"),
-    "another type": (_set("model.norm.weight", torch.zeros(32, dtype=torch.int8)), r"'norm.weight' is torch.int8"),
+    "another type": (
+        _set("model.norm.weight", torch.zeros(32, dtype=torch.int8)),
+        r"'norm.weight' is int8; Offramp reads fp32",
+    ),
     "a backbone tensor among the exits": (
         _set("norm.weight", torch.zeros(32), "exits.safetensors"),
         r"exits.safetensors holds 'norm.weight', which is not a tensor of an exit head",

@@ -302,7 +302,7 @@ def test_a_copied_block_continues_the_model() -> None:
 def test_random_heads_follow_their_seed() -> None:
     def weights(seed: int) -> Tensor:
         model = tiny_model(ExitConfig((1,), "mlp"))
-        model.initialise_exits("random", generator=torch.Generator().manual_seed(seed))
+        model.initialise_exits("random", seed=seed)
         mlp = head_of(model, 1).mlp
         assert mlp is not None
         return mlp.down_proj.weight

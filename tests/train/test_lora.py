@@ -99,9 +99,9 @@ def test_merging_adds_the_product() -> None:
 
 def test_what_cannot_be_corrected_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OfframpError, match=r"a layer has no \['attn'\]; choose from \['down_proj', 'gate_proj'"):
-        add_lora(tiny_model(), LoraConfig(targets=("attn", "q_proj")), 4, 0)
+        add_lora(tiny_model(), LoraConfig(targets=("attn", "q_proj")), 4)
     with pytest.raises(OfframpError, match=r"lora\.r is 0"):
         LoraConfig(0)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(OfframpError, match=r"pip install offramp-train\[lora\]"):
-        add_lora(tiny_model(), LoraConfig(), 4, 0)
+        add_lora(tiny_model(), LoraConfig(), 4)

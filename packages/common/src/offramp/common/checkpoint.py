@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.file_hash import sha256
-from offramp.common.hf import INDEX, SINGLE, read_json, read_tensors, read_weights, weight_files, write_weights
+from offramp.common.hf import INDEX, SINGLE, read_json, stored_weights, weight_files, write_weights
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.common.stored_tensor import StoredTensor, read_stored, stored_tensors
 
 SCHEMA_VERSION = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,6 +115,22 @@ def load_checkpoint(
     Raises:
         OfframpError: anything is missing, superfluous, of another shape, or not what the hashes say.
     """
+    checkpoint, stored = open_checkpoint(path, exits=exits, depth=depth, verify=verify)
+    weights = read_stored(stored)
+    checkpoint.model.load_state_dict(weights, assign=True)
+    # One type throughout, even where files hold several: the narrowest that loses nothing.
+    checkpoint.model.to(dtype or functools.reduce(torch.promote_types, {w.dtype for w in weights.values()})).eval()
+    return checkpoint
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    exits: ExitConfig | None = None,
+    depth: int | None = None,
+    verify: bool = True,
+) -> tuple[Checkpoint, dict[str, StoredTensor]]:
+    """As `load_checkpoint`, but nothing is read: the model is on the meta device, and its tensors are named."""
     directory = Path(path)
     if not directory.is_dir():
         raise OfframpError(f"{directory} is not a directory; give a checkpoint directory.")
@@ -135,18 +151,16 @@ def load_checkpoint(
     if depth is not None:
         model.drop_layers_above(depth)
         above = names_above(model)
-    weights = read_weights(directory, config.tie_word_embeddings, lambda name: not name.startswith(above))
+    stored = stored_weights(directory, config.tie_word_embeddings, lambda name: not name.startswith(above))
     if (directory / EXITS_WEIGHTS).is_file():
-        heads = _read_exit_weights(directory / EXITS_WEIGHTS)
-        weights |= {name: tensor for name, tensor in heads.items() if not name.startswith(above)}
-    _check_tensors(directory, model, weights)
-    model.load_state_dict(weights, assign=True)
+        heads = _stored_exit_weights(directory / EXITS_WEIGHTS)
+        stored |= {name: tensor for name, tensor in heads.items() if not name.startswith(above)}
+    _check_tensors(directory, model, stored)
     policy = ExitPolicy.from_json(record["policy"]) if record.get("policy") else None
     if policy is not None:
         policy.check(exits.layers, config.vocab_size)
-    return Checkpoint(
-        # One type throughout, even where files hold several: the narrowest that loses nothing.
-        model=model.to(dtype or functools.reduce(torch.promote_types, {w.dtype for w in weights.values()})).eval(),
+    checkpoint = Checkpoint(
+        model=model.eval(),
         hf_config=hf_config,
         policy=policy,
         calibration=record.get("calibration"),
@@ -154,6 +168,7 @@ def load_checkpoint(
         path=directory,
         sha256=record.get("sha256") or {},
     )
+    return checkpoint, stored
 
 
 def names_above(model: MultiExitTransformer) -> tuple[str, ...]:
@@ -264,33 +279,34 @@ def _check_hashes(directory: Path, hashes: Any) -> None:
             raise OfframpError(f"{path} has no SHA-256 of {file.name}, so it is not trusted; export it again.")
 
 
-def _read_exit_weights(file: Path) -> dict[str, Tensor]:
-    weights = read_tensors(file)
+def _stored_exit_weights(file: Path) -> dict[str, StoredTensor]:
+    weights = stored_tensors(file)
     if foreign := sorted(name for name in weights if not name.startswith(_EXIT_PREFIX)):
         raise OfframpError(f"{file} holds {foreign[0]!r}, which is not a tensor of an exit head; export it again.")
     return weights
 
 
-def _check_tensors(directory: Path, model: MultiExitTransformer, weights: Mapping[str, Tensor]) -> None:
+def _check_tensors(directory: Path, model: MultiExitTransformer, stored: Mapping[str, StoredTensor]) -> None:
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if missing := sorted(expected.keys() - weights.keys()):
+    if missing := sorted(expected.keys() - stored.keys()):
         raise OfframpError(
             f"{directory} lacks {len(missing)} tensors, the first is {missing[0]!r}; the directory is incomplete or "
             "its config.json belongs to another model."
         )
-    if extra := sorted(weights.keys() - expected.keys()):
+    if extra := sorted(stored.keys() - expected.keys()):
         raise OfframpError(
             f"{directory} holds {len(extra)} tensors the model does not have, the first is {extra[0]!r}; its "
             f"config.json or {EXITS_JSON} belongs to another model."
         )
+    readable = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
     for name, shape in expected.items():
-        if weights[name].shape != shape:
+        if stored[name].shape != tuple(shape):
             raise OfframpError(
-                f"{directory}: tensor {name!r} has shape {list(weights[name].shape)}, the config says {list(shape)}."
+                f"{directory}: tensor {name!r} has shape {list(stored[name].shape)}, the config says {list(shape)}."
             )
-        if weights[name].dtype not in DTYPES.values():
+        if stored[name].dtype not in readable:
             raise OfframpError(
-                f"{directory}: tensor {name!r} is {weights[name].dtype}; Offramp reads {', '.join(DTYPES)} only."
+                f"{directory}: tensor {name!r} is {stored[name].dtype}; Offramp reads {', '.join(DTYPES)} only."
             )
 
 

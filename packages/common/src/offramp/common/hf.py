@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from offramp.common.errors import OfframpError
+from offramp.common.stored_tensor import StoredTensor, open_safetensors, read_stored, stored_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Buffers that old Llama checkpoints carry; they are derived from the config and hold nothing.
@@ -60,37 +59,37 @@ def weight_files(directory: Path) -> list[Path]:
 
 def read_tensors(file: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
     """The tensors of a safetensors file; those alone whose names are `wanted`, if that is given."""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            names = [name for name in handle.keys() if wanted is None or wanted(name)]  # noqa: SIM118 - not a dict
-            return {name: handle.get_tensor(name) for name in names}
-    except (SafetensorError, OSError) as fault:
-        raise OfframpError(
-            f"{file} cannot be read as safetensors: {fault}; it may be cut short, copy it again."
-        ) from None
+    with open_safetensors(file) as handle:
+        names = [name for name in handle.keys() if wanted is None or wanted(name)]  # noqa: SIM118 - not a dict
+        return {name: handle.get_tensor(name) for name in names}
 
 
-def read_weights(directory: Path, tied: bool, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
-    """Backbone weights under our names.
+def stored_weights(directory: Path, tied: bool, wanted: Callable[[str], bool] | None = None) -> dict[str, StoredTensor]:
+    """Backbone weights under our names, not read yet.
 
     Args:
         directory: with `model.safetensors` or shards.
-        tied: the config says that the unembedding is the embedding; a stored copy must then be equal.
-        wanted: which of our names to read; None is all of them.
+        tied: the config says that the unembedding is the embedding; a stored copy must then be equal, and is left out.
+        wanted: which of our names; None is all of them.
     """
-    weights: dict[str, Tensor] = {}
+    found: dict[str, StoredTensor] = {}
     for file in weight_files(directory):
-        for name, tensor in read_tensors(file, lambda name: wanted is None or wanted(_own_name(name))).items():
-            if not name.endswith(_DERIVED):
-                weights[_own_name(name)] = tensor
-    if tied and "lm_head.weight" in weights:
-        head = weights.pop("lm_head.weight")
-        if "embed_tokens.weight" in weights and not torch.equal(head, weights["embed_tokens.weight"]):
+        for name, tensor in stored_tensors(file).items():
+            if not name.endswith(_DERIVED) and (wanted is None or wanted(_own_name(name))):
+                found[_own_name(name)] = tensor
+    if tied and "lm_head.weight" in found:
+        head = found.pop("lm_head.weight")
+        if "embed_tokens.weight" in found and not head.equals(found["embed_tokens.weight"]):
             raise OfframpError(
                 f"{directory}: config.json ties the unembedding to the embedding, but the stored tensors differ; set "
                 "tie_word_embeddings to false in config.json."
             )
-    return weights
+    return found
+
+
+def read_weights(directory: Path, tied: bool, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+    """As `stored_weights`, read."""
+    return read_stored(stored_weights(directory, tied, wanted))
 
 
 def _own_name(name: str) -> str:

@@ -183,7 +183,7 @@ def _with_exits(model: MultiExitTransformer, exits: NewExits, kept: tuple[int, .
         {name: weights[name] for name in weights if not name.startswith("exits.")}, strict=False, assign=True
     )
     grown.exits.to_empty(device="cpu").to(weights["norm.weight"].dtype)
-    grown.initialise_exits(exits.init, exits.norm_scale, torch.Generator().manual_seed(exits.seed))
+    grown.initialise_exits(exits.init, exits.norm_scale, exits.seed)
     grown.load_state_dict(weights, strict=False, assign=True)
     return grown.eval()
 

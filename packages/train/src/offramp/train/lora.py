@@ -8,7 +8,7 @@ keep the name of W and have A and B beside it (`q_proj.weight`, `q_proj.lora_A.w
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from offramp.common.errors import OfframpError
+from offramp.common.model.fresh_weights import name_generator
 from offramp.common.model.transformer import MultiExitTransformer
 
 _NAMES = {"base_layer.": "", "lora_A.default.": "lora_A.", "lora_B.default.": "lora_B."}
@@ -47,8 +48,10 @@ class LoraConfig:
         return self.alpha / self.r
 
 
-def add_lora(model: MultiExitTransformer, config: LoraConfig, layers: int, seed: int) -> None:
+def add_lora(model: MultiExitTransformer, config: LoraConfig, layers: int) -> None:
     """Put corrections beside matrices of the first `layers` layers, which are frozen; they alone are trained there.
+
+    The corrections are on the meta device; `fresh_correction` has their numbers.
 
     Raises:
         OfframpError: peft is not installed, or a layer has no such matrix.
@@ -62,16 +65,34 @@ def add_lora(model: MultiExitTransformer, config: LoraConfig, layers: int, seed:
     names = {name.rpartition(".")[2] for name, part in model.layers[0].named_modules() if isinstance(part, nn.Linear)}
     if wrong := sorted(set(config.targets) - names) or not config.targets:
         raise OfframpError(f"lora.targets {list(config.targets)}: a layer has no {wrong}; choose from {sorted(names)}.")
-    settings = peft.LoraConfig(r=config.r, lora_alpha=config.alpha, target_modules=list(config.targets))  # pyright: ignore[reportArgumentType]
+    settings = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,
+        target_modules=list(config.targets),
+        init_lora_weights=False,  # pyright: ignore[reportArgumentType]
+    )
     blocks = model.layers[:layers]
     assert isinstance(blocks, nn.ModuleList)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # equal on all ranks
-        peft.inject_adapter_in_model(settings, blocks)
+    peft.inject_adapter_in_model(settings, blocks, low_cpu_mem_usage=True)
     for part in blocks.modules():
         if hasattr(part, "lora_A"):
             part.register_state_dict_post_hook(_to_checkpoint)
             part.register_load_state_dict_pre_hook(_from_checkpoint)
+
+
+def fresh_correction(name: str, shape: Sequence[int], seed: int) -> Tensor | None:
+    """What A or B starts with, as peft draws it: A uniform within 1 / sqrt(in), B zero; None if it is neither.
+
+    Args:
+        name: in a checkpoint.
+        shape: [r, in] of A, [out, r] of B.
+        seed: of the run; the numbers depend on it and the name alone.
+    """
+    if not name.endswith((_A, _B)):
+        return None
+    start = torch.zeros(*shape, dtype=torch.float32, device="cpu")
+    bound = shape[1] ** -0.5
+    return start.uniform_(-bound, bound, generator=name_generator(name, seed)) if name.endswith(_A) else start
 
 
 def checkpoint_name(name: str) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from offramp.common.checkpoint import EXITS_JSON, Checkpoint, load_checkpoint
+from offramp.common.checkpoint import EXITS_JSON, Checkpoint, open_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
@@ -45,6 +45,7 @@ from offramp.train.objective import ObjectiveConfig, RunObjective
 from offramp.train.optim import OptimizerConfig, make_optimizer
 from offramp.train.pipeline.registration import register_strategy
 from offramp.train.random_state import RandomStates
+from offramp.train.start_weights import StartWeights
 from offramp.train.step_meter import StepMeter
 from offramp.train.training_record import RECORD, make_record, plain
 
@@ -133,21 +134,21 @@ class MultiExitModule(pl.LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Load the weights; under `deepspeed_pipeline`, keep this stage's part of them."""
+        """Load or draw the weights; under `deepspeed_pipeline`, those of this process's part of the model."""
         if self._source is not None:
             return
         config, exits = self._configs()
         self._run_objective = RunObjective(
             self.objective_config, self.exit_weights, self.final_weight, exits.layers, config.num_layers
         )
-        self._source = source = self._load(config, exits)
-        model = source.model.train()
+        self._source, start = self._open(config, exits)
+        model = self._source.model.train()  # on the meta device
         check_probabilities(self.fill_aware, model.exit_config.layers)
         backbone = [] if self.lora is None else [BACKBONE]
         widest = self._run_objective.widest
         freeze_parameters(model, [*self.freeze_patterns, *backbone, *untrained(model, widest)])
         if self.lora is not None:
-            add_lora(model, self.lora, widest.deepest, self.seed)
+            add_lora(model, self.lora, widest.deepest)
         device, peak = self.trainer.strategy.root_device, self.peak_tflops
         peak_flops = known_peak(device, str(self.trainer.precision)) if peak is None else 1e12 * peak
         ranks = self.trainer.world_size
@@ -163,12 +164,10 @@ class MultiExitModule(pl.LightningModule):
                 block.compile(dynamic=False)  # in place: names of parameters stay, and all layers share the code
         build_stages = getattr(self.trainer.strategy, "build_stages", None)
         if build_stages is None:
+            start.materialise(model)
             self.model = model
         else:
-            self.stages = build_stages(model)
-            # The record needs no weights, and the other stages' must not stay in this process.
-            with torch.device("meta"):
-                source.model = MultiExitTransformer(model.config, model.exit_config)
+            self.stages = build_stages(model, start)
 
     @property
     def max_sequence_length(self) -> int:
@@ -477,11 +476,13 @@ class MultiExitModule(pl.LightningModule):
             exits = ExitConfig.from_json(read_json(directory / EXITS_JSON)["exits"])
         return ModelConfig.from_hf(read_json(directory / "config.json")), exits
 
-    def _load(self, config: ModelConfig, exits: ExitConfig) -> Checkpoint:
+    def _open(self, config: ModelConfig, exits: ExitConfig) -> tuple[Checkpoint, StartWeights]:
+        """The checkpoint with its model on the meta device, and what the parameters start with."""
         if not self.from_scratch:
-            return load_checkpoint(self.checkpoint, dtype=torch.float32, depth=self.run_objective.widest.depth)
+            source, stored = open_checkpoint(self.checkpoint, depth=self.run_objective.widest.depth)
+            return source, StartWeights(stored, config.initializer_range, self.seed)
         directory = Path(self.checkpoint)
-        with torch.device("cpu"):
+        with torch.device("meta"):
             model = MultiExitTransformer(config, exits)
-            model.reset_parameters(torch.Generator().manual_seed(self.seed))
-        return Checkpoint(model, read_json(directory / "config.json"), path=directory)
+        source = Checkpoint(model, read_json(directory / "config.json"), path=directory)
+        return source, StartWeights(None, config.initializer_range, self.seed)

@@ -44,6 +44,15 @@ class Slice:
         """The slice as a view of the whole tensor."""
         return tensor.narrow(self.dim, self.start, self.stop - self.start)
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The slice as an index of the whole tensor."""
+        return (*[slice(None)] * self.dim, slice(self.start, self.stop))
+
+    def whole_shape(self, part: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the whole tensor, from that of this slice, or of another one of it."""
+        return (*part[: self.dim], self.whole, *part[self.dim + 1 :])
+
 
 def rank_suffix(rank: int) -> str:
     """What the files of a tensor-parallel rank have in their names; nothing on the first."""

@@ -19,6 +19,7 @@ from offramp.common.model.attention import Layout
 from offramp.common.model.block import Block
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.exit_head import ExitHead
+from offramp.common.model.fresh_weights import fresh_weight
 from offramp.common.model.norm import RMSNorm
 
 
@@ -128,16 +129,18 @@ class MultiExitTransformer(nn.Module):
         return MultiExitOutput(logits, hidden_states)
 
     @torch.no_grad()
-    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Fresh weights as Hugging Face draws them: normal with `initializer_range`, zero biases, norms of one."""
-        _randomise(self, self.config.initializer_range, generator)
+    def reset_parameters(self, seed: int, within: str = "") -> None:
+        """Fresh weights, see `fresh_weight`, for all parameters whose names begin with `within`."""
+        for name, parameter in self.named_parameters():
+            if name.startswith(within):
+                parameter.copy_(fresh_weight(name, parameter.shape, self.config.initializer_range, seed))
 
     @torch.no_grad()
     def initialise_exits(
         self,
         init: Literal["copy", "random"] = "copy",
         norm_scale: float = 1.0,
-        generator: torch.Generator | None = None,
+        seed: int = 0,
     ) -> None:
         """Give the exit heads their first weights.
 
@@ -145,11 +148,11 @@ class MultiExitTransformer(nn.Module):
             init: `copy` from the final norm, head and blocks (EE-Tuning), or `random`.
             norm_scale: factor on the copied final norm. Early states read through the final norm at full scale start
                 with a cross-entropy far above chance; a quarter of it starts near chance (measured on SmolLM2-135M).
-            generator: of the random numbers.
+            seed: of the random numbers.
         """
         for exit_layer in self.exit_config.layers:
             head = self._head(exit_layer)
-            _randomise(head, self.config.initializer_range, generator)
+            self.reset_parameters(seed, f"exits.{exit_layer}.")
             if init == "copy":
                 block, last = self.layers[exit_layer - 1], self.layers[-1]
                 assert isinstance(block, Block)
@@ -179,13 +182,3 @@ def run_layer(block: nn.Module, h: Tensor, index: int, layout: Layout) -> Tensor
     if layout.exit_depths is None:
         return y
     return torch.where((layout.exit_depths <= index)[..., None], h, y)
-
-
-def _randomise(module: nn.Module, std: float, generator: torch.Generator | None) -> None:
-    for child in module.modules():
-        if isinstance(child, nn.Linear | nn.Embedding):
-            child.weight.normal_(0.0, std, generator=generator)
-            if isinstance(child, nn.Linear) and child.bias is not None:
-                child.bias.zero_()
-        elif isinstance(child, RMSNorm):
-            child.weight.fill_(1.0)

@@ -22,6 +22,7 @@ from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepsp
 from offramp.train.pipeline.stages import Stage, StagePlan
 from offramp.train.pipeline.tensor_parallel import shard_stage
 from offramp.train.stage_files import Slice, read_stages
+from offramp.train.start_weights import StartWeights
 from offramp.train.tensor_group import TensorGroup
 
 # isort: split
@@ -40,20 +41,28 @@ class StageModule(PipelineModule):
     replicas, then stages.
 
     Args:
-        model: of which this rank's part is taken.
+        model: of which this rank's part is taken. With `start` it is on the meta device, and of no more use.
         plan: its stages.
         tensor: ranks that share each stage.
         checkpoint_activations: see `Stage`.
+        start: numbers of the parameters that this rank keeps; None: the model has them.
     """
 
     def __init__(
-        self, model: MultiExitTransformer, plan: StagePlan, tensor: int = 1, checkpoint_activations: bool = False
+        self,
+        model: MultiExitTransformer,
+        plan: StagePlan,
+        tensor: int = 1,
+        checkpoint_activations: bool = False,
+        start: StartWeights | None = None,
     ) -> None:
         replicas = dist.get_world_size() // (plan.num_stages * tensor)
         topology = PipeModelDataParallelTopology(plan.num_stages, tensor, replicas)
         index = topology.get_coord(dist.get_rank()).pipe
         stage = Stage(model, plan, index, checkpoint_activations)
         self.sharding = None if tensor == 1 else shard_stage(stage, _tensor_group(topology))
+        if start is not None:
+            start.materialise(stage, self.slices)
         layers: list[nn.Module] = [nn.Identity() for _ in range(plan.num_stages)]
         layers[index] = stage
         self._plan = plan

@@ -52,6 +52,7 @@ from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages
 from offramp.train.pipeline.tensor_parallel import check_tensor_parallel
 from offramp.train.pipeline.times import estimated, matrix_speed
 from offramp.train.stage_files import STAGES
+from offramp.train.start_weights import StartWeights
 from offramp.train.training_checkpoint import FILES, RECORD_FILE, remove
 
 # isort: split
@@ -182,8 +183,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
 
     # ---- model and optimizer
 
-    def build_stages(self, model: MultiExitTransformer) -> StageModule:
-        """This rank's stage of a model; called by `MultiExitModule.configure_model`."""
+    def build_stages(self, model: MultiExitTransformer, start: StartWeights) -> StageModule:
+        """This rank's stage of a model on the meta device; called by `MultiExitModule.configure_model`."""
         config, exits = model.config, model.exit_config
         module = self.module
         check_tensor_parallel(config, self.tensor, lora=module.lora is not None, compiled=module.compile_layers)
@@ -197,7 +198,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         if self.num_nodes > 1 and (crossing := self.placement.describe_shared(shared)) is not None:
             rank_zero_info(crossing)
         self.schedule = self._filled(plan, model)
-        return StageModule(model, plan, self.tensor, self.checkpoint_activations)
+        return StageModule(model, plan, self.tensor, self.checkpoint_activations, start)
 
     def _describe(self, plan: StagePlan, model: MultiExitTransformer) -> StageReport:
         """The stage plan, at the speed that this device has now."""

@@ -137,11 +137,9 @@ class Sharding:
     def _own(self, name: str, whole: Tensor) -> Tensor:
         return self.slices[name].of(whole) if name in self.slices else whole
 
-    def _whole_shape(self, name: str, parameter: nn.Parameter) -> list[int]:
-        shape = list(parameter.shape)
-        if name in self.slices:
-            shape[self.slices[name].dim] = self.slices[name].whole
-        return shape
+    def _whole_shape(self, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
+        shape = tuple(parameter.shape)
+        return self.slices[name].whole_shape(shape) if name in self.slices else shape
 
 
 def shard_stage(stage: Stage, ranks: TensorGroup) -> Sharding:
