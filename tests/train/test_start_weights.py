@@ -113,8 +113,11 @@ def test_a_parameter_is_drawn_the_same_whatever_else_there_is() -> None:
     shared = big.state_dict().keys() & small.state_dict().keys()
     assert {"embed_tokens.weight", "layers.3.mlp.up_proj.weight", "exits.3.mlp.down_proj.weight"} <= shared
     assert all(torch.equal(big.get_parameter(name), small.get_parameter(name)) for name in shared)
-    assert not torch.equal(big.layers[0].mlp.up_proj.weight, big.layers[1].mlp.up_proj.weight)
-    assert not torch.equal(big.layers[0].mlp.up_proj.weight, big.layers[0].mlp.gate_proj.weight)
+    first, other, next_layer = (
+        big.get_parameter(f"layers.{name}.weight") for name in ("0.mlp.up_proj", "0.mlp.gate_proj", "1.mlp.up_proj")
+    )
+    assert not torch.equal(first, other)
+    assert not torch.equal(first, next_layer)
     once = big.embed_tokens.weight.clone()
     assert once.std().item() == pytest.approx(0.02, rel=0.05)
     big.reset_parameters(seed=6)

@@ -82,7 +82,7 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
     with open_safetensors(file) as handle:
         found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
         return {
-            name: StoredTensor(file, name, tuple(one.get_shape()), _TYPES.get(one.get_dtype(), one.get_dtype()))
+            name: StoredTensor(file, name, tuple(one.get_shape()), _TYPES.get(kind := str(one.get_dtype()), kind))
             for name, one in found.items()
         }
 

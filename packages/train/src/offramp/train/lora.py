@@ -67,9 +67,9 @@ def add_lora(model: MultiExitTransformer, config: LoraConfig, layers: int) -> No
         raise OfframpError(f"lora.targets {list(config.targets)}: a layer has no {wrong}; choose from {sorted(names)}.")
     settings = peft.LoraConfig(
         r=config.r,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
         target_modules=list(config.targets),
-        init_lora_weights=False,  # pyright: ignore[reportArgumentType]
+        init_lora_weights=False,
     )
     blocks = model.layers[:layers]
     assert isinstance(blocks, nn.ModuleList)

@@ -43,7 +43,8 @@ class StartWeights:
         for name, empty in list(module.named_parameters()):
             own = None if slices is None else slices.get(name)
             parameter = nn.Parameter(self._numbers(checkpoint_name(name), empty.shape, own), empty.requires_grad)
-            parameter.__dict__.update(empty.__dict__)  # marks that others have put on it
+            for mark, value in vars(empty).items():  # that others have put on it
+                setattr(parameter, mark, value)
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, parameter)
 
