@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx2
+import aiohttp
+from yarl import URL
 
 from offramp.serve.gateway.settings import GatewaySettings, ModelSettings
 from offramp.serve.gateway.torchserve_keys import TorchServeKeys
@@ -20,6 +21,9 @@ from offramp.serve.protocol.faults import log_fault
 from offramp.serve.torchserve.key_file import Kind, is_about_the_key
 
 log = logging.getLogger(__name__)
+
+FAULTS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+"""What TorchServe does not answer with, but is met with instead of an answer."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Deployment:
         unready: Why it does not answer; None while it does.
     """
 
-    def __init__(self, name: str, settings: ModelSettings, client: httpx2.AsyncClient, timeout_s: float) -> None:
+    def __init__(self, name: str, settings: ModelSettings, client: aiohttp.ClientSession, timeout_s: float) -> None:
         self._name = name
         self._settings = settings
         self._client = client
@@ -79,7 +83,7 @@ class Deployment:
         before = self.unready
         try:
             self.unready = await self._look()
-        except httpx2.HTTPError:
+        except FAULTS:
             self.unready = "it does not answer"
         except Exception as error:  # whatever it says, it is asked again
             log_fault(log, f"Model {self._name} could not be asked", error)
@@ -93,8 +97,8 @@ class Deployment:
             return
         # Never with a query: one of them makes TorchServe's worker spin.
         response = await self._get(f"{self._settings.management}/models/{self._name}", "management")
-        if response.status_code == 200:
-            version = json.loads(response.content)[0]["modelVersion"]
+        if response.status == 200:
+            version = json.loads(response.body)[0]["modelVersion"]
             if not re.fullmatch(MODEL_NAME, version):
                 raise ValueError("a version that cannot stand in a URL")
             if version != self.version:
@@ -121,20 +125,34 @@ class Deployment:
             return "TorchServe does not have it"
         target = self.target(None)
         response = await self._get(target.address("health"), "inference")
-        if response.status_code != 200:
+        if response.status != 200:
             return "its engine does not run"
         if self.card is None:
             response = await self._get(target.address(f"v1/models/{self._name}"), "inference")
-            self.card = dict(json.loads(response.content)) if response.status_code == 200 else None
+            self.card = dict(json.loads(response.body)) if response.status == 200 else None
         return None if self.card is not None else "it does not say what it is"
 
-    async def _get(self, address: str, kind: Kind) -> httpx2.Response:
+    async def _get(self, address: str, kind: Kind) -> _Looked:
         key = self.header(kind)
-        response = await self._client.get(address, timeout=self._timeout_s, headers=key)
-        if self.keys is None or not is_about_the_key(response.status_code, response.content):
-            return response
+        looked = await self._ask(address, key)
+        if self.keys is None or not is_about_the_key(looked.status, looked.body):
+            return looked
         await self.keys.refresh(kind, key)
-        return await self._client.get(address, timeout=self._timeout_s, headers=self.header(kind))
+        return await self._ask(address, self.header(kind))
+
+    async def _ask(self, address: str, key: dict[str, str]) -> _Looked:
+        limit = aiohttp.ClientTimeout(total=self._timeout_s)
+        url = URL(address, encoded=True)
+        async with self._client.get(url, timeout=limit, headers=key, allow_redirects=False) as response:
+            return _Looked(response.status, await response.read())
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """An answer about a model."""
+
+    status: int
+    body: bytes
 
 
 class Deployments:
@@ -145,7 +163,7 @@ class Deployments:
         client: Asks them.
     """
 
-    def __init__(self, settings: GatewaySettings, client: httpx2.AsyncClient) -> None:
+    def __init__(self, settings: GatewaySettings, client: aiohttp.ClientSession) -> None:
         self._poll_s = settings.poll_s
         timeout_s = max(settings.poll_s, settings.connect_timeout_s)
         self.by_name: Mapping[str, Deployment] = {

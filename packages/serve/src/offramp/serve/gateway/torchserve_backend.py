@@ -5,20 +5,22 @@ both directions. So whatever a client writes into a path, a query or a header en
 
 A whole answer is passed on when all of it is there: TorchServe sends its status before the engine has begun, so a fault
 that comes later is only found in the body, and gets the status that it should have had. Events are passed on as they
-come.
+come. There is one for every token, so the client that reads them is the one that takes the least for each piece.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx2
+import aiohttp
+from yarl import URL
 
-from offramp.serve.gateway.deployments import Deployment, Deployments, Target, not_ready
+from offramp.serve.gateway.deployments import FAULTS, Deployment, Deployments, Target, not_ready
 from offramp.serve.gateway.settings import GatewaySettings
 from offramp.serve.http.backend import Answer, Asked
 from offramp.serve.protocol.errors import ApiError, busy, status_of, unknown_model
@@ -27,6 +29,8 @@ from offramp.serve.protocol.requests import model_of
 from offramp.serve.protocol.service import decode_body
 from offramp.serve.torchserve.jobs import REQUEST_ID_HEADER
 from offramp.serve.torchserve.key_file import is_about_the_key
+
+log = logging.getLogger(__name__)
 
 _MAX_ANSWER_BYTES = 64_000_000
 _PASSED_ON = ("offramp-version", "offramp-run-id", "offramp-config-hash", "retry-after")
@@ -46,11 +50,17 @@ class TorchServeBackend:
     async def running(self) -> AsyncIterator[None]:
         """See `Backend`; does not wait for the models."""
         settings = self._settings
-        timeout = httpx2.Timeout(settings.silence_timeout_s, connect=settings.connect_timeout_s)
-        # Each request that is let in has a connection, and there are some to look after the models.
-        limits = httpx2.Limits(max_connections=settings.max_concurrent + 2 * len(settings.models))
-        headers = {"user-agent": "offramp-gateway", "accept-encoding": "identity"}
-        async with httpx2.AsyncClient(timeout=timeout, limits=limits, headers=headers, trust_env=False) as client:
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.silence_timeout_s
+        )
+        async with aiohttp.ClientSession(
+            timeout=timeout,
+            # Each request that is let in has a connection, and there are some to look after the models.
+            connector=aiohttp.TCPConnector(limit=settings.max_concurrent + 2 * len(settings.models)),
+            headers={"user-agent": "offramp-gateway", "accept-encoding": "identity"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        ) as client:
             self._client = client
             self._deployments = Deployments(settings, client)
             watching = asyncio.create_task(self._deployments.watch())
@@ -104,35 +114,36 @@ class TorchServeBackend:
             if stale.key is not None and deployment.keys is not None:
                 await deployment.keys.refresh("inference", stale.key)
             await deployment.find_version()
-        except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
+        except (*FAULTS, ValueError, LookupError, TypeError) as error:
             raise _gone(error) from error
 
     @asynccontextmanager
     async def _ask(self, target: Target, deployment: Deployment, asked: Asked) -> AsyncIterator[Answer]:
         key = deployment.header("inference")
         headers = {"content-type": JSON, REQUEST_ID_HEADER: asked.request_id, **key}
-        request = self._client.build_request("POST", target.address(asked.path), content=asked.body, headers=headers)
+        address = URL(target.address(asked.path), encoded=True)
         try:
-            response = await self._client.send(request, stream=True)
-        except httpx2.HTTPError as error:
+            response = await self._client.post(address, data=asked.body, headers=headers, allow_redirects=False)
+        except FAULTS as error:
             raise _gone(error) from error
         try:
             kind = response.headers.get("content-type", "").partition(";")[0].strip()
             named = {name: response.headers[name] for name in _PASSED_ON if name in response.headers}
             upstream_id = response.headers.get("x-request-id")
-            if response.status_code == 200 and kind == EVENT_STREAM:
+            if response.status == 200 and kind == EVENT_STREAM:
                 yield Answer(200, _events(response), EVENT_STREAM, named, target.name, upstream_id)
                 return
             body = await _whole(response)
             error = _error(body)
-            status = response.status_code
+            status = response.status
             if error is None and status != 200:
                 raise _own_words(status, body, deployment, key)
             if error is not None and status == 200:
                 status = status_of(error)
             yield Answer(status, body, JSON, named, target.name, upstream_id)
         finally:
-            await response.aclose()
+            # Gives back a connection whose answer has been read to its end, and ends any other.
+            response.close()
 
 
 class _StaleError(Exception):
@@ -147,29 +158,30 @@ class _StaleError(Exception):
         self.key = key
 
 
-async def _events(response: httpx2.Response) -> AsyncIterator[bytes]:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     try:
-        async for piece in response.aiter_raw():
+        async for piece in response.content.iter_any():
             yield piece
-    except httpx2.HTTPError as error:
+    except FAULTS as error:
         raise _gone(error) from error
 
 
-async def _whole(response: httpx2.Response) -> bytes:
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
     body = bytearray()
     try:
-        async for piece in response.aiter_raw():
+        async for piece in response.content.iter_any():
             body += piece
             if len(body) > _MAX_ANSWER_BYTES:
                 raise ApiError(500, "The answer is too long.", type="server_error", code="answer_too_long")
-    except httpx2.HTTPError as error:
+    except FAULTS as error:
         raise _gone(error) from error
     return bytes(body)
 
 
 def _gone(error: Exception) -> ApiError:
-    """What a client is told when TorchServe does not answer, or stops in the middle."""
-    if isinstance(error, httpx2.TimeoutException) and not isinstance(error, httpx2.ConnectTimeout):
+    """What a client is told when TorchServe does not answer, or stops in the middle; the log has the cause."""
+    log.warning("TorchServe failed a request: %s %s", type(error).__name__, error)
+    if isinstance(error, asyncio.TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
         return ApiError(504, "The model's server says nothing; try again later.", type="server_error", code="timeout")
     return ApiError(
         503,
@@ -203,4 +215,4 @@ def _own_words(status: int, body: bytes, deployment: Deployment, key: dict[str, 
         )
     if status == 503 and deployment.unready is None:  # its queue is full: the same words as for a dead worker
         return busy("The model's server has as many requests waiting as it takes; try again later.")
-    return _gone(RuntimeError())
+    return _gone(RuntimeError(f"it answers with {status} of its own"))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-import httpx2
+import aiohttp
 
 from offramp.serve.torchserve.key_file import Keys, Kind
 
@@ -33,7 +33,7 @@ class TorchServeKeys:
         self,
         path: Path,
         management: str,
-        client: httpx2.AsyncClient,
+        client: aiohttp.ClientSession,
         now: Callable[[], datetime] = lambda: datetime.now(timezone.utc),
     ) -> None:
         self._path = path
@@ -60,7 +60,8 @@ class TorchServeKeys:
             await self._read()
             if self._keys.is_over(kind, self._now()):
                 address = f"{self._management}/token"
-                await self._client.get(address, params={"type": kind}, headers=self._keys.header("API"))
+                async with self._client.get(address, params={"type": kind}, headers=self._keys.header("API")) as said:
+                    await said.read()
                 await self._read()
 
     async def _read(self) -> None:
