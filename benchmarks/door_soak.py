@@ -49,6 +49,9 @@ ANSWER_LIMIT_S = 120.0
 """Nobody may wait longer for an answer: then it hangs."""
 
 IDLE_WITHIN_S = 30.0
+WARM_UP_S, SETTLE_S = 10.0, 20.0
+"""What is opened once, at a first load, is there before the soak begins; then connections that were kept are closed."""
+
 MAX_GROWTH = {"java": 160 << 20}
 """Bytes that the median of memory may grow from the first to the last third. Java takes what its limit allows (512 MiB)
 before it looks for what it could give back."""
@@ -410,6 +413,8 @@ class Watched:
 
 def soak(door: Door, questions: Sequence[Question], cache_tokens: int, options: argparse.Namespace) -> list[str]:
     """Load and what is left of it, told as tables; what was wrong."""
+    asyncio.run(load(door, questions, seconds=WARM_UP_S, clients=options.clients, seed=options.seed - options.clients))
+    time.sleep(SETTLE_S)
     watched = {name: Watched(process) for name, process in door.processes().items()}
     for one in watched.values():
         one.before = one.process.num_fds()
