@@ -129,6 +129,7 @@ class Outcome:
     Attributes:
         counts: Of what was done and the status that it got; 0: the client has left before.
         faults: What was wrong; none if all is well.
+        began: When the load began, in seconds of `time.monotonic`.
         first_s: Seconds to the first event of each stream.
         whole_s: Seconds to the end of each answer.
     """
@@ -137,12 +138,13 @@ class Outcome:
     faults: list[str] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     whole_s: list[float] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     def fault(self, what: str) -> None:
         """Notes what is wrong; the first of them are enough."""
         self.counts["fault", 0] += 1
         if len(self.faults) < MAX_FAULTS:
-            self.faults.append(what)
+            self.faults.append(f"after {time.monotonic() - self.began:.0f} s, {what}")
 
 
 def ask_beforehand(
@@ -444,10 +446,15 @@ def soak(door: Door, questions: Sequence[Question], cache_tokens: int, options: 
 
 
 async def _look_on(watched: Sequence[Watched]) -> None:
+    began = time.monotonic()
     while True:
         for one in watched:
             one.look()
+        before = time.monotonic()
         await asyncio.sleep(1)
+        # Then nobody else had the processor either, and limits of seconds may have been reached for no other reason.
+        if (stood := time.monotonic() - before) > 3:
+            print(f"after {before - began:.0f} s the clients stood still for {stood:.0f} s", flush=True)
 
 
 def _left(door: Door, watched: Mapping[str, Watched]) -> list[str]:
