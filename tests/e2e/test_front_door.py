@@ -62,7 +62,7 @@ def engine_behind(folder: Path) -> Iterator[Behind]:
         return started[0]
 
     key = add_key(folder / "keys.json", "test")
-    with open_door(EngineBackend(start), Engine(), keys=str(folder / "keys.json")) as opened:
+    with open_door(EngineBackend(start, model.engine.metrics), Engine(), keys=str(folder / "keys.json")) as opened:
         yield Behind(opened, key, lambda: started[0][0].num_running)
 
 

@@ -19,6 +19,7 @@ from offramp.serve.http.door import application
 from offramp.serve.http.engine_backend import EngineBackend, OnIteration
 from offramp.serve.http.server import Server
 from offramp.serve.http.settings import DoorSettings, make_settings
+from offramp.serve.measures.records import EngineMetrics
 from offramp.serve.protocol.service import OpenAIService
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def engine_backend(engine: Engine) -> EngineBackend:
         tokenizer = cast("PreTrainedTokenizerBase", ByteTokenizer())
         return thread, OpenAIService(thread, tokenizer, card(max_model_len=100_000, cache_tokens=100_000))
 
-    return EngineBackend(start)
+    return EngineBackend(start, EngineMetrics())
 
 
 @dataclass
@@ -156,6 +157,9 @@ class ScriptedBackend:
             yield Answer(200, self._body(), "text/event-stream")
         finally:
             self.left += 1
+
+    def metrics(self) -> None:
+        return None
 
     def unready(self) -> str | None:
         return None

@@ -74,6 +74,25 @@ def test_nobody_passes_without_a_key(keys: Path, caplog: pytest.LogCaptureFixtur
     assert {line.get("key") for line in lines(caplog)} == {None, "alice", "bob"}
 
 
+def test_metrics_have_keys_of_their_own(keys: Path) -> None:
+    asking = {"authorization": f"Bearer {add_key(keys, 'alice')}"}
+    watching = {"authorization": f"Bearer {add_key(keys, 'prometheus', use='metrics')}"}
+    engine = Engine()
+    with open_door(engine_backend(engine), engine, keys=str(keys)) as opened:
+        assert opened.complete(asking, max_tokens=3)[0] == 200
+        assert opened.ask("GET", "/metrics")[0] == 401
+        for path, key in (("/metrics", asking), ("/v1/models", watching), ("/openapi.json", watching)):
+            status, _, body = opened.ask("GET", path, headers=key)
+            assert (status, json.loads(body)["error"]["code"]) == (403, "wrong_api_key")
+        assert opened.complete(watching, max_tokens=3)[0] == 403
+        status, headers, body = opened.ask("GET", "/metrics", headers=watching)
+        assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        assert b'offramp_request_seconds_count{model_name="m",model_version="1.0"} 2.0' in body
+        assert b"alice" not in body
+    with open_door(engine_backend(engine), engine) as opened:  # nobody needs one on this machine
+        assert opened.ask("GET", "/metrics")[0] == 200
+
+
 def test_a_key_is_good_for_so_much(keys: Path) -> None:
     few = {"authorization": f"Bearer {add_key(keys, 'few', requests_per_minute=2)}"}
     one = {"authorization": f"Bearer {add_key(keys, 'one', max_concurrent=1)}"}

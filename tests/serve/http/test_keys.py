@@ -9,7 +9,7 @@ import pytest
 from offramp.common.cli import main
 from offramp.common.errors import OfframpError
 from offramp.serve.http.key_limits import KeyLimits
-from offramp.serve.http.keys import ApiKey, KeysFile, add_key, remove_key
+from offramp.serve.http.keys import ApiKey, KeyRing, KeysFile, add_key, remove_key
 from offramp.serve.protocol.errors import ApiError
 
 
@@ -107,6 +107,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "alice" in said
     assert "4 at the same time" in said
+    assert keys_main(["add", file, "prometheus", "--use", "metrics"]) == 0
+    watching = capsys.readouterr().out.strip()
+    assert keys_main(["list", file]) == 0
+    said = capsys.readouterr().out
+    assert "/metrics alone" in said
+    hashes = [key.sha256 for key in KeyRing.read(Path(file)).keys]
+    assert not [word for word in (secret, watching, *hashes) if word in said]
+    assert keys_main(["remove", file, "prometheus"]) == 0
     assert keys_main(["remove", file, "alice"]) == 0
     with pytest.raises(OfframpError, match="has no key named 'alice'; it has: none"):
         keys_main(["remove", file, "alice"])

@@ -5,19 +5,23 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import httpx2
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.processes import start_command
 from helpers.sinks import eventually
 from helpers.tiny import tiny_checkpoint
 from offramp.common.cli import main
 from offramp.serve.http.keys import add_key
+from offramp.serve.metrics import METRICS
 
 
 def test_a_checkpoint_is_served_until_sigterm(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "tiny", eos_token_id=None)
     key = add_key(tmp_path / "keys.json", "alice")
+    watching = add_key(tmp_path / "keys.json", "prometheus", use="metrics")
     door = tmp_path / "door.yaml"
     door.write_text("keys: keys.json\naccess_log: access.log\n")
     log = tmp_path / "log"
@@ -37,13 +41,27 @@ def test_a_checkpoint_is_served_until_sigterm(tmp_path: Path) -> None:
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="none").models.list()
+        told = httpx2.get(base_url[1].replace("/v1", "/metrics"), headers={"authorization": f"Bearer {watching}"}).text
+        families = {family.name: family for family in text_string_to_metric_families(told)}
+        assert {name.removesuffix("_total") for name in METRICS} == set(families)
+        for name, (kind, _) in METRICS.items():
+            family = families[name.removesuffix("_total")]
+            assert family.type == kind.lower()
+            assert family.samples[0].labels.items() >= {"model_name": "tiny", "model_version": "1.0"}.items()
+        assert families["offramp_generated_tokens"].samples[0].value == 41, "warm-up and two answers"
+        assert families["offramp_live_blocks"].samples[0].value == 0
+        [seconds] = [sample for sample in families["offramp_request_seconds"].samples if sample.name.endswith("_sum")]
+        assert 0 < seconds.value < 120
         process.terminate()
         process.join(60)
         assert process.exitcode == 0, log.read_text()
     finally:
         process.kill()
     assert "Stopped.\n" in log.read_text()
-    assert (tmp_path / "access.log").read_text().count('"status": 200') == 2
+    written = log.read_text() + (tmp_path / "access.log").read_text()
+    assert key not in written
+    assert watching not in written
+    assert (tmp_path / "access.log").read_text().count('"status": 200') == 3
 
 
 def test_a_model_folder_is_not_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from helpers.door import Opened, engine_backend, open_door
 from helpers.fake_torchserve import FakeTorchServe, open_gateway
 from helpers.openai_service import Engine
 from helpers.sinks import eventually
-from offramp.serve.http.endpoints import ENDPOINTS, Endpoint
+from offramp.serve.http.endpoints import ENDPOINTS, METRICS, Endpoint
 from offramp.serve.http.keys import add_key
 
 PROMPT = "a prompt that nobody may log"
@@ -144,7 +144,16 @@ def nothing_gets_further(guarded: Guarded, caplog: pytest.LogCaptureFixture) -> 
             "/models/m/1.0/set-default",
         ),
         *("/predictions/m", "/predictions/m/1.0/v1/completions", "/predictions/m/1.0/health", "/explanations/m"),
-        *("/metrics/", "/METRICS", "/ping", "/api-description", "/workflows", "/wfpredict/m", "/token?type=inference"),
+        *(
+            "/metrics/",
+            "/metrics/..",
+            "/METRICS",
+            "/ping",
+            "/api-description",
+            "/workflows",
+            "/wfpredict/m",
+            "/token?type=inference",
+        ),
         *("/docs", "/redoc", "/favicon.ico", "/.env", "/health", "/health/", "/health/live/", "/v1/embeddings"),
         *("/v1/models/" + "a" * 20_000 + "/", "/" + "../" * 5_000 + "models", "/v1/models/" + "%2e" * 9_000),
     ],
@@ -307,7 +316,7 @@ def test_keys(guarded: Guarded, authorization: str) -> None:
     assert guarded.key.encode() not in said
 
 
-@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.label)
+@pytest.mark.parametrize("endpoint", [*ENDPOINTS, METRICS], ids=lambda endpoint: endpoint.label)
 def test_no_endpoint_answers_without_a_key(guarded: Guarded, endpoint: Endpoint) -> None:
     path = endpoint.label.replace("NAME", "m")
     for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "CONNECT", "X"):
@@ -315,6 +324,9 @@ def test_no_endpoint_answers_without_a_key(guarded: Guarded, endpoint: Endpoint)
         if method == "POST":
             head += f"content-type: application/json\r\n{LENGTH}"
         said = guarded.hear(f"{head}\r\n".encode() + (BODY if method == "POST" else b""))
+        if endpoint is METRICS and guarded.torchserve is not None:
+            assert said.startswith(b"HTTP/1.1 404 "), "TorchServe has an address of its own for them"
+            continue
         expected = 405 if method != endpoint.method else 200 if endpoint.public else 401
         assert said.startswith(b"HTTP/1.1 %d " % expected), method
         if expected == 200:

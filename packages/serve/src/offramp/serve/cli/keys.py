@@ -20,6 +20,9 @@ def main(argv: list[str]) -> int:
     add.add_argument("name", help="whose it is; for the access log")
     add.add_argument("--requests-per-minute", type=int, metavar="N", help="(default: no limit)")
     add.add_argument("--max-concurrent", type=int, metavar="N", help="requests at the same time (default: no limit)")
+    add.add_argument(
+        "--use", choices=("api", "metrics"), default="api", help="the API, or /metrics alone (default: %(default)s)"
+    )
     remove = actions.add_parser("remove", help="take a key out; servers refuse it a second later")
     remove.add_argument("file", type=Path)
     remove.add_argument("name")
@@ -30,6 +33,7 @@ def main(argv: list[str]) -> int:
         secret = add_key(
             options.file,
             options.name,
+            use=options.use,
             requests_per_minute=options.requests_per_minute,
             max_concurrent=options.max_concurrent,
         )
@@ -39,7 +43,8 @@ def main(argv: list[str]) -> int:
         remove_key(options.file, options.name)
     else:
         for key in KeyRing.read(options.file).keys:
-            limits = [f"{key.requests_per_minute} requests a minute"] if key.requests_per_minute else []
+            limits = ["/metrics alone"] if key.use == "metrics" else []
+            limits += [f"{key.requests_per_minute} requests a minute"] if key.requests_per_minute else []
             limits += [f"{key.max_concurrent} at the same time"] if key.max_concurrent else []
             print(f"{key.name}\t{key.created or ''}\t{', '.join(limits) or 'no limit'}")
     return 0

@@ -29,11 +29,11 @@ def serve_in_process(
     weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     print(f"Loading {weights / 1e6:,.0f} MB of weights ...", file=sys.stderr, flush=True)
     model = ServedModel.load(checkpoint, config, name=name, version=version)
-    backend = EngineBackend(model.start)
+    backend = EngineBackend(model.start, model.engine.metrics)
 
     def say_ready() -> None:
         print(f"Ready after {time.monotonic() - began:.1f} s: {name} {version}", file=sys.stderr, flush=True)
-        how_to_ask(server.url, settings, name)
+        how_to_ask(server.url, settings, name, metrics=True)
 
     def check() -> None:
         if backend.failure is not None:  # who is waiting has been told; whoever supervises this starts another

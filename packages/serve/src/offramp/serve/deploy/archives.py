@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import uuid
@@ -14,7 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from offramp.common.errors import OfframpError
-from offramp.serve.torchserve.archive import BUILDING, Contents, contents, write
+from offramp.serve.torchserve.archive import BUILDING, Contents, contents, read_manifest, write
 from offramp.serve.torchserve.checksums import SUMS, verify
 
 _DIGITS = 12
@@ -80,7 +81,8 @@ class ArchiveStore:
             version = unversioned.unnamed_sha256[:_DIGITS]
         made = contents(checkpoint, name=name, version=version, engine=engine)
         archive = Archive(name, version, f"{name}-{version}-{made.sha256[:_DIGITS]}", made.sha256)
-        with self._lock("store", _BUILD_TIMEOUT_S):
+        # A plus, which no model's name has: a model may well be called "store".
+        with self._lock("+store", "the archives", _BUILD_TIMEOUT_S):
             self._sweep()
             if not self._holds(archive):
                 self._write(made, archive)
@@ -93,7 +95,7 @@ class ArchiveStore:
         Raises:
             BusyError: A roll-out is under way.
         """
-        with self._lock(name, _DEPLOY_WAIT_S):
+        with self._lock(name, name, _DEPLOY_WAIT_S):
             yield
 
     def deployed_at(self, folder: str) -> float:
@@ -104,15 +106,23 @@ class ArchiveStore:
             return 0.0
 
     def mark_deployed(self, archive: Archive) -> None:
-        """Notes that an archive has become the default just now."""
-        os.utime(self.path / archive.folder)
+        """Notes that an archive has become the default just now, which tells later what to keep."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path / archive.folder)
+
+    def of_model(self, name: str) -> set[str]:
+        """Folders of all archives of a model that roll-outs have put here."""
+        found: set[str] = set()
+        for path in self.path.glob(f"{name}-*"):
+            with contextlib.suppress(OfframpError):
+                if self._is_ours(path, name) and read_manifest(path)[0] == name:
+                    found.add(path.name)
+        return found
 
     def remove(self, name: str, folder: str) -> bool:
         """Removes an archive that a roll-out has put here, and nothing else; whether it did."""
         path = self.path / folder
-        if not _is_plain(folder) or not folder.startswith(f"{name}-") or path.is_symlink():
-            return False
-        if not (path / SUMS).is_file():
+        if not _is_plain(folder) or not self._is_ours(path, name):
             return False
         gone = self.path / f"{BUILDING}{uuid.uuid4().hex}"
         try:
@@ -121,6 +131,10 @@ class ArchiveStore:
             return False
         shutil.rmtree(gone, ignore_errors=True)
         return True
+
+    @staticmethod
+    def _is_ours(path: Path, name: str) -> bool:
+        return path.name.startswith(f"{name}-") and not path.is_symlink() and (path / SUMS).is_file()
 
     def _holds(self, archive: Archive) -> bool:
         folder = self.path / archive.folder
@@ -145,9 +159,9 @@ class ArchiveStore:
             shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
-    def _lock(self, what: str, timeout_s: float) -> Iterator[None]:
+    def _lock(self, file: str, what: str, timeout_s: float) -> Iterator[None]:
         try:
-            with FileLock(self.path / f".{what}.lock", timeout=timeout_s):
+            with FileLock(self.path / f".{file}.lock", timeout=timeout_s):
                 yield
         except Timeout:
             raise BusyError(

@@ -165,7 +165,10 @@ class TorchServeClient:
     def load(self, name: str, version: str) -> int:
         """Requests that a version's engine has taken in and not ended."""
         body = self._ask(name, version, "GET", "health")
-        return int(body.get("running", 0)) + int(body.get("waiting", 0))
+        try:
+            return int(body.get("running", 0)) + int(body.get("waiting", 0))
+        except (TypeError, ValueError):
+            raise WarmUpError(f"{name} {version} does not say how many requests it has.") from None
 
     def _describe(self, path: str) -> list[RegisteredVersion]:
         try:

@@ -10,6 +10,9 @@ from offramp.serve.deploy.archives import ArchiveStore, BusyError
 from offramp.serve.deploy.client import RegisteredVersion, TorchServeClient
 from offramp.serve.deploy.rollout import Event, Report
 
+ORPHAN_S = 600.0
+"""Longer than a TorchServe takes to load again what it had registered."""
+
 
 class Retirement:
     """Removes the versions of one model that nobody needs.
@@ -25,6 +28,9 @@ class Retirement:
         keep: How many versions stay beside the default, those that were the default last.
         grace_s: How long a version must have been idle.
         clock: Seconds, for tests.
+
+    Archives that no registered version was made from are removed as well, when that has been so for `ORPHAN_S`: a
+    roll-out that was killed has left them, or a TorchServe that was started anew has forgotten them.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class Retirement:
         self._grace_s = grace_s
         self._clock = clock
         self._idle_since: dict[str, float] = {}
+        self._orphan_since: dict[str, float] = {}
 
     def look(self) -> list[str]:
         """Looks once at all that should go, and removes what has been idle for long enough.
@@ -83,8 +90,10 @@ class Retirement:
 
     def _look(self) -> list[str]:
         default = self._client.default_version(self._name)
-        others = [] if default is None else self._client.versions(self._name)
-        others = [one for one in others if default is not None and one.version != default.version]
+        versions = [] if default is None else self._client.versions(self._name)
+        if default is not None:
+            self._remove_orphans({one.url for one in versions})
+        others = [one for one in versions if default is not None and one.version != default.version]
         others.sort(key=lambda one: self._store.deployed_at(one.url), reverse=True)
         leaving = others[self._keep :]
         still = {one.version for one in leaving}
@@ -99,6 +108,13 @@ class Retirement:
             del self._idle_since[one.version]
             self._report(Event("removed", self._name, one.version, f"{one.version} has drained and is removed"))
         return remaining
+
+    def _remove_orphans(self, registered: set[str]) -> None:
+        now, orphans = self._clock(), self._store.of_model(self._name) - registered
+        self._orphan_since = {folder: self._orphan_since.get(folder, now) for folder in orphans}
+        for folder, since in self._orphan_since.items():
+            if now - since >= ORPHAN_S and self._store.remove(self._name, folder):
+                self._report(Event("removed", self._name, None, f"{folder}, which nobody serves, is removed"))
 
     def _is_drained(self, version: RegisteredVersion) -> bool:
         now = self._clock()

@@ -76,12 +76,16 @@ def roll_out(
         )
     began = time.monotonic()
     try:
+        if known is not None and not known.ready and (before is None or before.version != version):
+            # A roll-out that was killed has left it. Whether it is still being loaded, or never will be, is not told.
+            client.unregister(name, version)
+            known = None
         if known is None:
             report(Event("registering", name, version, f"{version} is being loaded from {archive.folder}"))
             client.register(name, archive.folder, timeout_s)
         _warm_up(archive, client, max(timeout_s - (time.monotonic() - began), 1.0))
         if before is None or before.version != version:
-            client.set_default(name, version)
+            _set_default(name, version, client)
     except BaseException as fault:
         _roll_back(archive, before, client, store)
         if not isinstance(fault, OfframpError):
@@ -96,6 +100,18 @@ def roll_out(
     seconds = time.monotonic() - began
     took_over = "" if before is None or before.version == version else f", in place of {before.version}"
     report(Event("deployed", name, version, f"{version} answers after {seconds:.1f} s{took_over}"))
+
+
+def _set_default(name: str, version: str, client: TorchServeClient) -> None:
+    try:
+        client.set_default(name, version)
+    except OfframpError:
+        # It may have been done, and only the answer be lost.
+        with contextlib.suppress(OfframpError):
+            now = client.default_version(name)
+            if now is not None and now.version == version:
+                return
+        raise
 
 
 def _warm_up(archive: Archive, client: TorchServeClient, timeout_s: float) -> None:

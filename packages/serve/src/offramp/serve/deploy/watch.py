@@ -70,7 +70,7 @@ class Watch:
             self._mend()
         except RolledBackError as fault:
             self._report(Event("rolled_back", self._name, fault.version, str(fault)))
-        except OfframpError as fault:
+        except (OfframpError, OSError) as fault:  # a disk that is full, or a file system that has gone, comes back
             if str(fault) != self._fault:
                 self._fault = str(fault)
                 self._report(Event("waiting", self._name, None, f"waiting: {fault}"))

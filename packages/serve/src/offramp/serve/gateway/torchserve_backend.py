@@ -102,6 +102,10 @@ class TorchServeBackend:
                 except _StaleError:
                     raise not_ready(target.model) from None
 
+    def metrics(self) -> None:
+        """See `Backend`: TorchServe has an address for them."""
+        return
+
     def unready(self) -> str | None:
         """See `Backend`."""
         for name, deployment in self._deployments.by_name.items():

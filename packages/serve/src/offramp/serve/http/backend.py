@@ -61,6 +61,10 @@ class Backend(Protocol):
         """
         ...
 
+    def metrics(self) -> bytes | None:
+        """What Prometheus is told, in the content type of `http.prometheus`; None where another server tells it."""
+        ...
+
     def unready(self) -> str | None:
         """Why no request would be answered now, in words for anybody; None when one would."""
         ...

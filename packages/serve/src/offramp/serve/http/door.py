@@ -17,11 +17,12 @@ from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from offramp.serve.http.backend import Asked, Backend
-from offramp.serve.http.endpoints import DOCUMENT, LIVE, Endpoint, find_endpoint
+from offramp.serve.http.endpoints import DOCUMENT, ENDPOINTS, LIVE, METRICS, Endpoint, find_endpoint
 from offramp.serve.http.exchange import CLIENT_GONE, Exchange
 from offramp.serve.http.framing import check_framing, has_body
 from offramp.serve.http.key_limits import KeyLimits
 from offramp.serve.http.keys import ApiKey, KeysFile
+from offramp.serve.http.prometheus import CONTENT_TYPE as METRICS_TYPE
 from offramp.serve.http.request_body import ClientGoneError, read_body
 from offramp.serve.http.response import Response
 from offramp.serve.http.settings import DoorSettings
@@ -75,6 +76,7 @@ class Door:
         self._settings = settings
         self._keys = None if settings.keys is None else KeysFile(settings.keys)
         self._limits = KeyLimits(settings.max_concurrent)
+        self._endpoints = ENDPOINTS if backend.metrics() is None else (*ENDPOINTS, METRICS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
@@ -96,7 +98,7 @@ class Door:
     async def _pass(self, scope: Scope, receive: Receive, response: Response, exchange: Exchange) -> None:
         headers = Headers(scope=scope)
         response.ends_connection = has_body(headers)
-        endpoint = find_endpoint(scope["method"], scope["raw_path"].decode("latin-1"))
+        endpoint = find_endpoint(self._endpoints, scope["method"], scope["raw_path"].decode("latin-1"))
         exchange.endpoint = endpoint.label
         check_framing(headers, scope["http_version"], takes_body=endpoint.takes_body)
         if endpoint.public:
@@ -104,8 +106,13 @@ class Door:
             return
         key = self._who(headers)
         exchange.key = None if key is None else key.name
+        if key is not None and key.use != endpoint.use:
+            raise ApiError(403, f"This API key is not for {endpoint.label}; ask for another.", code="wrong_api_key")
         if endpoint is DOCUMENT:
             await response.whole(200, _document(), JSON, {})
+            return
+        if endpoint is METRICS:
+            await response.whole(200, self._backend.metrics() or b"", METRICS_TYPE, {})
             return
         with self._limits.admitted(key):
             body = b""

@@ -7,8 +7,10 @@ door. What follows a question mark is never looked at.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offramp.serve.http.keys import KeyUse
 from offramp.serve.protocol.errors import ApiError, unknown_endpoint
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -23,12 +25,14 @@ class Endpoint:
         method: The one that it takes.
         path: A regular expression of the whole path.
         public: Whether it is answered without a key.
+        use: What a key must be for.
     """
 
     label: str
     method: str
     path: str
     public: bool = False
+    use: KeyUse = "api"
 
     @property
     def takes_body(self) -> bool:
@@ -39,6 +43,8 @@ class Endpoint:
 DOCUMENT = Endpoint("/openapi.json", "GET", r"/openapi\.json")
 LIVE = Endpoint("/health/live", "GET", "/health/live", public=True)
 READY = Endpoint("/health/ready", "GET", "/health/ready", public=True)
+METRICS = Endpoint("/metrics", "GET", "/metrics", use="metrics")
+"""Where there are any: see `Backend.metrics`."""
 ENDPOINTS = (
     Endpoint("/v1/completions", "POST", "/v1/completions"),
     Endpoint("/v1/chat/completions", "POST", "/v1/chat/completions"),
@@ -50,19 +56,20 @@ ENDPOINTS = (
 )
 
 
-def find_endpoint(method: str, path: str) -> Endpoint:
+def find_endpoint(endpoints: Sequence[Endpoint], method: str, path: str) -> Endpoint:
     """What a request asks for.
 
     Args:
+        endpoints: Those that there are.
         method: Of the request.
         path: As it came, nothing decoded.
 
     Raises:
         ApiError: 404 for another path, 405 for another method.
     """
-    found = [endpoint for endpoint in ENDPOINTS if re.fullmatch(endpoint.path, path, re.ASCII)]
+    found = [endpoint for endpoint in endpoints if re.fullmatch(endpoint.path, path, re.ASCII)]
     if not found:
-        raise unknown_endpoint(path[:80], ", ".join(endpoint.label for endpoint in ENDPOINTS))
+        raise unknown_endpoint(path[:80], ", ".join(endpoint.label for endpoint in endpoints))
     for endpoint in found:
         if endpoint.method == method:
             return endpoint

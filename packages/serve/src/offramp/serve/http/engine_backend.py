@@ -8,6 +8,7 @@ at any time: so every fault that is found before the first word has a status of 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -16,6 +17,9 @@ from anyio import CapacityLimiter, to_thread
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.http.backend import Answer, Asked
 from offramp.serve.http.news import News
+from offramp.serve.http.prometheus import PrometheusMetrics
+from offramp.serve.measures.records import EngineMetrics
+from offramp.serve.metrics import MetricsReporter
 from offramp.serve.protocol.replies import JSON, Complete, Generation, encode
 from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.request.output import RequestOutput
@@ -30,14 +34,21 @@ class EngineBackend:
 
     Args:
         start: Starts the engine's thread with an observer of its iterations, and gives the service on it.
+        engine: The engine's own sums.
         compile_limit_s: Longest time for which a language is compiled, and before that longest wait for those of
             others.
     """
 
     def __init__(
-        self, start: Callable[[OnIteration], tuple[EngineThread, OpenAIService]], *, compile_limit_s: float = 30.0
+        self,
+        start: Callable[[OnIteration], tuple[EngineThread, OpenAIService]],
+        engine: EngineMetrics,
+        *,
+        compile_limit_s: float = 30.0,
     ) -> None:
         self._start = start
+        self._engine = engine
+        self._prometheus: PrometheusMetrics | None = None
         self._compile_limit_s = compile_limit_s
         self._thread: EngineThread | None = None
 
@@ -52,7 +63,16 @@ class EngineBackend:
         self._news = News(asyncio.get_running_loop())
         # Tokenizers are not made to be used by several threads at once, and one request after the other is no slower.
         self._turn = CapacityLimiter(1)
-        self._thread, self._service = self._start(lambda outputs: self._news.announce())
+
+        def after_iteration(outputs: Sequence[RequestOutput]) -> None:
+            self._news.announce()
+            self._totals.observe(outputs, thread.num_running, thread.num_waiting)
+
+        thread, self._service = self._start(after_iteration)
+        self._thread = thread
+        card = self._service.card
+        self._prometheus = PrometheusMetrics({"model_name": card.name, "model_version": card.version})
+        self._totals = MetricsReporter(self._prometheus.emit, self._engine)
         overdue = asyncio.create_task(self._refuse_overdue(self._thread))
         try:
             prompt = encode({"model": self._service.card.name, "prompt": [0], "max_tokens": 1, "temperature": 0})
@@ -66,7 +86,7 @@ class EngineBackend:
     @asynccontextmanager
     async def open(self, asked: Asked) -> AsyncIterator[Answer]:
         """See `Backend`."""
-        card = self._service.card
+        card, began = self._service.card, time.monotonic()
         # Beside the event loop: to tokenize a long prompt takes as long as many iterations.
         reply = await to_thread.run_sync(
             self._service.open, asked.path, asked.body, asked.request_id, limiter=self._turn
@@ -78,18 +98,24 @@ class EngineBackend:
         try:
             if reply.stream:
                 first, last = await self._next_piece(reply)
-                body = self._pieces(reply, first, last)
+                self._totals.first_token(time.monotonic() - began)
+                body = self._pieces(reply, first, last, began)
             else:
                 body = b""
                 last = False
                 while not last:
                     piece, last = await self._next_piece(reply)
                     body += piece
+                self._totals.finished(time.monotonic() - began)
             if reply.error is not None:
                 raise reply.error
             yield Answer(200, body, reply.content_type, card.headers(), card.name_and_version)
         finally:
             self._service.abandon(reply)
+
+    def metrics(self) -> bytes:
+        """See `Backend`."""
+        return b"" if self._prometheus is None else self._prometheus.text()
 
     def unready(self) -> str | None:
         """See `Backend`."""
@@ -106,11 +132,12 @@ class EngineBackend:
                 return piece, last
             await news.wait()
 
-    async def _pieces(self, reply: Generation, piece: bytes, last: bool) -> AsyncIterator[bytes]:
+    async def _pieces(self, reply: Generation, piece: bytes, last: bool, began: float) -> AsyncIterator[bytes]:
         yield piece
         while not last:
             piece, last = await self._next_piece(reply)
             yield piece
+        self._totals.finished(time.monotonic() - began)
 
     async def _refuse_overdue(self, thread: EngineThread) -> None:
         while True:

@@ -9,6 +9,7 @@ from offramp.common.errors import OfframpError
 
 def check_installed() -> None:
     """Raises `OfframpError` unless the web framework is installed."""
-    missing = [name for name in ("starlette", "uvicorn", "aiohttp", "yaml") if importlib.util.find_spec(name) is None]
+    wanted = ("starlette", "uvicorn", "aiohttp", "prometheus_client", "yaml")
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
         raise OfframpError(f"{missing[0]} is not installed; `pip install 'offramp-serve[http]'` brings it.")

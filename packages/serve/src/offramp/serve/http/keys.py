@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -25,6 +26,9 @@ from offramp.common.errors import OfframpError
 from offramp.serve.http.settings import first_fault
 
 log = logging.getLogger(__name__)
+
+KeyUse = Literal["api", "metrics"]
+"""What a key is for: whoever asks a model need not know how much others ask, and whoever watches need not ask."""
 
 PREFIX = "offramp-"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -38,6 +42,7 @@ class ApiKey(BaseModel):
         name: Whose it is; for the access log.
         sha256: Of the key, in hexadecimal digits.
         created: When it was made, in ISO 8601.
+        use: What it is for.
         requests_per_minute: Most requests that it is good for in a minute; None is as many as there are.
         max_concurrent: Most of its requests that are answered at the same time; None is as many as there are.
     """
@@ -47,6 +52,7 @@ class ApiKey(BaseModel):
     name: str = Field(pattern=_NAME)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     created: str | None = None
+    use: KeyUse = "api"
     requests_per_minute: int | None = Field(default=None, ge=1)
     max_concurrent: int | None = Field(default=None, ge=1)
 
@@ -129,7 +135,14 @@ class KeysFile:
         return (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-def add_key(path: Path, name: str, *, requests_per_minute: int | None = None, max_concurrent: int | None = None) -> str:
+def add_key(
+    path: Path,
+    name: str,
+    *,
+    use: KeyUse = "api",
+    requests_per_minute: int | None = None,
+    max_concurrent: int | None = None,
+) -> str:
     """Makes a key and adds its hash to a file, which is made where there is none.
 
     Returns:
@@ -144,6 +157,7 @@ def add_key(path: Path, name: str, *, requests_per_minute: int | None = None, ma
             name=name,
             sha256=_digest(secret),
             created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            use=use,
             requests_per_minute=requests_per_minute,
             max_concurrent=max_concurrent,
         )

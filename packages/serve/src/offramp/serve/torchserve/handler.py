@@ -15,12 +15,12 @@ from ts.metrics.metric_type_enum import MetricTypes
 
 from offramp.common.errors import OfframpError
 from offramp.serve.config import EngineConfig
+from offramp.serve.metrics import METRICS, MetricsReporter
 from offramp.serve.protocol.errors import PHRASES
 from offramp.serve.request.output import RequestOutput
 from offramp.serve.served_model import ServedModel
 from offramp.serve.torchserve import archive, checksums, worker_log
 from offramp.serve.torchserve.jobs import REQUEST_ID_HEADER, Job, Jobs, Piece
-from offramp.serve.torchserve.metrics import METRICS, MetricsReporter
 from offramp.serve.torchserve.settings import HandlerSettings
 from offramp.serve.torchserve.worker_report import WorkerReport
 

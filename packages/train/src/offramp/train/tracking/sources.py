@@ -43,11 +43,18 @@ def resolve(uri: str, cache: Path, tracking_uri: str | None = None) -> Path:
         OfframpError: there is no such model, it was not registered by Offramp, or what was downloaded differs from what
             was registered.
     """
-    from mlflow.exceptions import MlflowException
-
     store = tracking_uri or default_tracking_uri()
     client, version, expected = _look_up(uri, store)
     target = cache / version.name / f"{version.version}-{expected[:12]}"
+    try:
+        return _fetched(uri, client, version, expected, target, store)
+    except OSError as fault:
+        raise OfframpError(f"cannot keep {uri} in {cache}: {fault}; make room, or choose another --cache") from fault
+
+
+def _fetched(uri: str, client: MlflowClient, version: ModelVersion, expected: str, target: Path, store: str) -> Path:
+    from mlflow.exceptions import MlflowException
+
     if target.is_dir():
         if directory_sha256(target) == expected:
             return target

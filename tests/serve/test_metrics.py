@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from offramp.serve.measures.iteration_clock import PARTS, Part
 from offramp.serve.measures.records import EngineMetrics, Gauges, IterationRecord, RequestMetrics
+from offramp.serve.metrics import METRICS, MetricsReporter
 from offramp.serve.request.output import RequestOutput, Usage
-from offramp.serve.torchserve.metrics import METRICS, MetricsReporter
 
 
 def parts(**seconds: float) -> dict[Part, float]:

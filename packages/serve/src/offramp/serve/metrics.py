@@ -1,4 +1,7 @@
-"""What an operator sees at the metrics address. Sums over a second: each update is a line of log to TorchServe."""
+"""What an operator sees at the metrics address, whatever server has it.
+
+Sums over a second: each update is a line of log to TorchServe.
+"""
 
 from __future__ import annotations
 
