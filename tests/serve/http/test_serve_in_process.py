@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx2
 import openai
 import pytest
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.processes import start_command
@@ -16,6 +17,21 @@ from helpers.tiny import tiny_checkpoint
 from offramp.common.cli import main
 from offramp.serve.http.keys import add_key
 from offramp.serve.metrics import METRICS
+
+
+def metrics(url: str, key: str) -> dict[str, Metric]:
+    """All of them by name, once the engine has told of its last iteration: an answer may be sent just before."""
+    told: dict[str, Metric] = {}
+
+    def is_idle() -> bool:
+        text = httpx2.get(url, headers={"authorization": f"Bearer {key}"}, timeout=60).text
+        told.update({family.name: family for family in text_string_to_metric_families(text)})
+        return (
+            told["offramp_generated_tokens"].samples[0].value == 41 and not told["offramp_live_blocks"].samples[0].value
+        )
+
+    eventually(is_idle, 60, every_s=0.1)
+    return told
 
 
 def test_a_checkpoint_is_served_until_sigterm(tmp_path: Path) -> None:
@@ -41,15 +57,13 @@ def test_a_checkpoint_is_served_until_sigterm(tmp_path: Path) -> None:
         assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="none").models.list()
-        told = httpx2.get(base_url[1].replace("/v1", "/metrics"), headers={"authorization": f"Bearer {watching}"}).text
-        families = {family.name: family for family in text_string_to_metric_families(told)}
+        families = metrics(base_url[1].replace("/v1", "/metrics"), watching)
         assert {name.removesuffix("_total") for name in METRICS} == set(families)
         for name, (kind, _) in METRICS.items():
             family = families[name.removesuffix("_total")]
             assert family.type == kind.lower()
             assert family.samples[0].labels.items() >= {"model_name": "tiny", "model_version": "1.0"}.items()
-        assert families["offramp_generated_tokens"].samples[0].value == 41, "warm-up and two answers"
-        assert families["offramp_live_blocks"].samples[0].value == 0
+        assert families["offramp_iterations"].samples[0].value >= 40, "two answers"
         [seconds] = [sample for sample in families["offramp_request_seconds"].samples if sample.name.endswith("_sum")]
         assert 0 < seconds.value < 120
         process.terminate()
@@ -61,7 +75,7 @@ def test_a_checkpoint_is_served_until_sigterm(tmp_path: Path) -> None:
     written = log.read_text() + (tmp_path / "access.log").read_text()
     assert key not in written
     assert watching not in written
-    assert (tmp_path / "access.log").read_text().count('"status": 200') == 3
+    assert (tmp_path / "access.log").read_text().count('"status": 200') >= 3
 
 
 def test_a_model_folder_is_not_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
