@@ -113,7 +113,7 @@ def run(
     filled = train("joint_fill", "joint_fill: the same on the KV cache that *fill* leaves", "joint", adapter, own)
     variants = {"norm": norm, "adapter": adapter, "joint": joint, "joint_fill": filled}
     code = [Path(curves.__file__), Path(speed.__file__), Path(outcome.__file__)]
-    choices = str((settings.max_tokens, settings.thresholds, settings.engine, settings.deep_quorum))
+    choices = str((settings.max_tokens, settings.thresholds, settings.engine, settings.timings))
     before = steps.run(
         "before",
         f"What the model before exits writes about {settings.test_rows} test prompts",
@@ -186,10 +186,14 @@ def show(task: str, files: dict[str, Path], out: Path, console: Console) -> None
     write_table(out / "summary.csv", found)
     draw(out / "quality.png", rows, f"{task}: four ways of training exits")
     for line in found:
+        speeds = ", ".join(f"{line[name]}x {name.removesuffix('_speedup')}" for name in line if _is_speed(name))
         console.print(
-            f"   {line['variant']}, {line['kv']}: at {curves.TARGET} of ROUGE-L {line['layers']} layers per token, "
-            f"{line['speedup']}x, {line['quorum_speedup']}x with a quorum"
+            f"   {line['variant']}, {line['kv']}: at {curves.TARGET} of ROUGE-L {line['layers']} layers, {speeds}"
         )
+
+
+def _is_speed(column: str) -> bool:
+    return column.endswith("_speedup") and not column.startswith("ratio")
 
 
 if __name__ == "__main__":

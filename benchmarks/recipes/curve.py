@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,6 +31,10 @@ GOAL = 1.6
 """Speed-up that is asked for at the target."""
 
 
+_Way = tuple[str, float]
+"""KV policy and threshold."""
+
+
 @dataclass(frozen=True)
 class Point:
     """One way of generating with a variant.
@@ -37,23 +42,23 @@ class Point:
     Attributes:
         row: quality and depth, as in the table.
         kv: KV policy; `full` at full depth.
-        regroup: iterations in which each row leaves on its own.
-        quorum: the same where rows that stay wait for each other; at full depth, where nobody waits, as `regroup`.
+        decoding: name of a timing -> its iterations.
     """
 
     row: dict[str, Any]
     kv: str
-    regroup: Decoding
-    quorum: Decoding
+    decoding: Mapping[str, Decoding]
 
     def to_json(self) -> dict[str, Any]:
         """Plain containers."""
-        return {"row": self.row, "kv": self.kv, "regroup": self.regroup.to_json(), "quorum": self.quorum.to_json()}
+        decoding = {name: found.to_json() for name, found in self.decoding.items()}
+        return {"row": self.row, "kv": self.kv, "decoding": decoding}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Point:
         """Inverse of `to_json`."""
-        return cls(data["row"], data["kv"], Decoding.from_json(data["regroup"]), Decoding.from_json(data["quorum"]))
+        decoding = {name: Decoding.from_json(found) for name, found in data["decoding"].items()}
+        return cls(data["row"], data["kv"], decoding)
 
 
 def measure(
@@ -68,30 +73,28 @@ def measure(
         start: [rows] ROUGE-L of the model before it had exits.
         report: told the name of a way, how many texts are done, and of how many.
     """
-    texts: dict[tuple[str, float], Outcome] = {}
-    decoding: dict[float, dict[tuple[str, float], Decoding]] = {}
-    for quorum in (0.0, settings.deep_quorum):
-        decoding[quorum] = {}
-        engine = Engine.from_checkpoint(model, replace(settings.engine, deep_quorum=quorum))
-        for key, exits in _ways(settings, engine):
-            if quorum and exits.kv_policy == "full":
-                continue  # nobody leaves, so nobody waits
-            name = " ".join(map(str, key)) + (f", quorum {quorum}" if quorum else "")
-            found, decoding[quorum][key] = _generate(engine, name, rows, exits, settings.max_tokens, report)
-            # A row that waits says later what it would have said, so one of the two is enough.
-            texts.setdefault(key, found)
+    texts: dict[_Way, Outcome] = {}
+    decoding: defaultdict[_Way, dict[str, Decoding]] = defaultdict(dict)
+    for timing in settings.timings:
+        config = replace(settings.engine, max_num_seqs=timing.seats, deep_quorum=timing.deep_quorum)
+        engine = Engine.from_checkpoint(model, config)
+        for way, exits in _ways(settings, engine):
+            name = f"{timing.name} {way[0]} {way[1]}"
+            found, decoding[way][timing.name] = _generate(
+                engine, name, rows[: timing.prompts], exits, settings.max_tokens, report
+            )
+            texts.setdefault(way, found)
     full = next(iter(texts.values()))
     points: list[Point] = []
-    for key, found in texts.items():
-        regroup = decoding[0.0][key]
+    for way, found in texts.items():
         cost, low, high = ratio_of_means(found.scores, start)
-        row = {"threshold": key[1], **found.row(full), "over_start": round(cost, 4)}
+        row = {"threshold": way[1], **found.row(full), "over_start": round(cost, 4)}
         row |= {"over_start_low": round(low, 4), "over_start_high": round(high, 4)}
-        points.append(Point(row, key[0], regroup, decoding[settings.deep_quorum].get(key, regroup)))
+        points.append(Point(row, way[0], decoding[way]))
     return points
 
 
-def _ways(settings: Settings, engine: Engine) -> Iterator[tuple[tuple[str, float], ExitOptions]]:
+def _ways(settings: Settings, engine: Engine) -> Iterator[tuple[_Way, ExitOptions]]:
     yield ("full", 1.0), ExitOptions("full")
     template = engine.checkpoint.policy or ExitPolicy()
     for kv_policy in KV_POLICIES:
@@ -120,27 +123,26 @@ def read_points(path: Path) -> list[Point]:
 
 def table(variants: Mapping[str, Sequence[Point]]) -> list[dict[str, Any]]:
     """A row for each point of each variant, with estimated speed; layers take the same time in all of them."""
-    every = [point for points in variants.values() for point in points]
-    cost = LayerCost([one for point in every for one in (point.regroup, point.quorum)])
-    rows: list[dict[str, Any]] = []
-    for variant, points in variants.items():
-        for point in points:
-            regroup = Speed.between(point.regroup, points[0].regroup, cost)
-            quorum = Speed.between(point.quorum, points[0].regroup, cost)
-            rows.append(
-                {
-                    "variant": variant,
-                    "kv": point.kv,
-                    **{name: value for name, value in point.row.items() if name != "name"},
-                    "ideal": round(regroup.ideal, 3),
-                    "speedup": round(regroup.whole, 3),
-                    "quorum_ideal": round(quorum.ideal, 3),
-                    "quorum_speedup": round(quorum.whole, 3),
-                    **{f"us_{part}": round(value, 1) for part, value in regroup.us.items()},
-                    **{f"quorum_us_{part}": round(value, 1) for part, value in quorum.us.items()},
-                }
-            )
-    return rows
+    cost = LayerCost([found for points in variants.values() for point in points for found in point.decoding.values()])
+    return [
+        {
+            "variant": variant,
+            "kv": point.kv,
+            **{name: value for name, value in point.row.items() if name != "name"},
+            **_speeds(point, points[0], cost),
+        }
+        for variant, points in variants.items()
+        for point in points
+    ]
+
+
+def _speeds(point: Point, full: Point, cost: LayerCost) -> dict[str, float]:
+    columns: dict[str, float] = {}
+    for name, mine in point.decoding.items():
+        speed = Speed.between(mine, full.decoding[name], cost)
+        columns |= {f"{name}_ideal": round(speed.ideal, 3), f"{name}_speedup": round(speed.whole, 3)}
+        columns |= {f"{name}_us_{part}": round(value, 1) for part, value in speed.us.items()}
+    return columns
 
 
 def curve(rows: Sequence[Mapping[str, Any]], variant: str, kv: str) -> list[Mapping[str, Any]]:
@@ -173,6 +175,7 @@ def at_speed(line: Sequence[Mapping[str, Any]], column: str, goal: float = GOAL)
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each curve: depth and speed-up at the target, and the ratio at the speed-up that is asked for."""
     found: list[dict[str, Any]] = []
+    speeds = speed_columns(rows)
     for variant in dict.fromkeys(row["variant"] for row in rows):
         for kv in KV_POLICIES:
             line = curve(rows, variant, kv)
@@ -182,15 +185,17 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     "kv": kv,
                     "over_start": line[0]["over_start"],
                     "stays_above": all(row["ratio"] >= TARGET for row in line),
-                    **{
-                        name: round(at_ratio(line, name), 3)
-                        for name in ("layers", "ideal", "speedup", "quorum_ideal", "quorum_speedup")
-                    },
-                    "ratio_at_goal": _rounded(at_speed(line, "speedup")),
-                    "quorum_ratio_at_goal": _rounded(at_speed(line, "quorum_speedup")),
+                    "layers": round(at_ratio(line, "layers"), 3),
+                    **{name: round(at_ratio(line, name), 3) for name in speeds},
+                    **{f"ratio_at_{name}": _rounded(at_speed(line, name)) for name in speeds if "ideal" not in name},
                 }
             )
     return found
+
+
+def speed_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of each timing: speed-up if leaving were free, and with everything."""
+    return [name for name in rows[0] if name.endswith(("_ideal", "_speedup"))]
 
 
 def _rounded(value: float | None) -> float | str:

@@ -22,10 +22,11 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
 
     panels = (
         ("layers", "layers per token"),
-        ("speedup", "estimated speed-up, regroup"),
-        ("quorum_speedup", "estimated speed-up, regroup with a quorum"),
+        ("regroup_speedup", "speed-up of 32 seats"),
+        ("quorum_speedup", "speed-up of 32 seats with a quorum"),
+        ("alone_speedup", "speed-up of one request alone"),
     )
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4.4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, len(panels), figsize=(16, 4.4), sharey=True, layout="constrained")
     for axis, (column, label) in zip(axes, panels, strict=True):
         for variant, colour in zip(dict.fromkeys(row["variant"] for row in rows), _COLOURS, strict=False):
             for kv in KV_POLICIES:

