@@ -121,7 +121,7 @@ def _run_alone(thread: EngineThread, given: Sequence[Work], seats: int) -> list[
 
     def start(work: Work) -> None:
         records.append(Record(work.tokens, time.monotonic()))
-        sampling = SamplingParams(max_tokens=work.tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=work.tokens, temperature=0.0, ignore_eos=True)
         asked = Request(f"{len(records)}", work.prompt, sampling, ExitOptions("full"), frozenset())
         thread.submit(asked, _Watch(records[-1], over))
 
