@@ -161,6 +161,9 @@ class ScriptedBackend:
     def metrics(self) -> None:
         return None
 
+    def model_names(self) -> tuple[str, ...]:
+        return ("m",)
+
     def unready(self) -> str | None:
         return None
 

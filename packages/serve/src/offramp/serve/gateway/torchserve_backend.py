@@ -106,6 +106,10 @@ class TorchServeBackend:
         """See `Backend`: TorchServe has an address for them."""
         return
 
+    def model_names(self) -> tuple[str, ...]:
+        """See `Backend`."""
+        return tuple(self._settings.models)
+
     def unready(self) -> str | None:
         """See `Backend`."""
         for name, deployment in self._deployments.by_name.items():

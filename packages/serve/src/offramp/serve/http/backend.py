@@ -65,6 +65,10 @@ class Backend(Protocol):
         """What Prometheus is told, in the content type of `http.prometheus`; None where another server tells it."""
         ...
 
+    def model_names(self) -> tuple[str, ...]:
+        """What requests may call the models that are served."""
+        ...
+
     def unready(self) -> str | None:
         """Why no request would be answered now, in words for anybody; None when one would."""
         ...

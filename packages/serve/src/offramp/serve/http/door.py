@@ -109,7 +109,8 @@ class Door:
         if key is not None and key.use != endpoint.use:
             raise ApiError(403, f"This API key is not for {endpoint.label}; ask for another.", code="wrong_api_key")
         if endpoint is DOCUMENT:
-            await response.whole(200, _document(), JSON, {})
+            document = _document(self._backend.model_names(), self._keys is not None)
+            await response.whole(200, document, JSON, {})
             return
         if endpoint is METRICS:
             await response.whole(200, self._backend.metrics() or b"", METRICS_TYPE, {})
@@ -197,8 +198,8 @@ class Door:
 
 
 @functools.cache
-def _document() -> bytes:
-    return encode(openapi_document())
+def _document(models: tuple[str, ...], keys: bool) -> bytes:
+    return encode(openapi_document(models, keys=keys))
 
 
 def _unauthorized(message: str) -> ApiError:

@@ -117,6 +117,10 @@ class EngineBackend:
         """See `Backend`."""
         return b"" if self._prometheus is None else self._prometheus.text()
 
+    def model_names(self) -> tuple[str, ...]:
+        """See `Backend`."""
+        return (self._service.card.name,)
+
     def unready(self) -> str | None:
         """See `Backend`."""
         if self._thread is None:

@@ -41,7 +41,11 @@ MAX_PROMPTS = 10_000
 """Of one request; no server takes as many, and a million of them take seconds to look at."""
 
 Prompts = list[str] | list[list[int]]
-GivenPrompts = str | list[str] | list[int] | list[list[int]]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+GivenPrompts = (
+    str | Annotated[list[str], Field(min_length=1)] | _TokenIds | Annotated[list[_TokenIds], Field(min_length=1)]
+)
+"""What a prompt may be; for the OpenAPI document, as all that is called given here."""
 
 
 def _as_prompts(value: object) -> object:
@@ -85,9 +89,9 @@ def _as_stops(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Stops = Annotated[
-    list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_stops, json_schema_input_type=str | list[str])
-]
+_Stop = Annotated[str, Field(min_length=1)]
+GivenStops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+Stops = Annotated[list[_Stop], BeforeValidator(_as_stops, json_schema_input_type=GivenStops)]
 
 
 def _as_key(value: object) -> object:
@@ -97,9 +101,24 @@ def _as_key(value: object) -> object:
     return value
 
 
+Key = Annotated[int, BeforeValidator(_as_key)]
+_SAYS_KEYS = {"propertyNames": {"pattern": f"^[0-9]{{1,{MAX_DIGITS}}}$"}}
+
+
 def _as_top_k(value: object) -> object:
     # vLLM's clients send these for "all tokens".
     return None if type(value) is int and value in (-1, 0) else value
+
+
+def _rule(field: str, given: dict[str, Any], needed: str) -> dict[str, Any]:
+    """In words of JSON schema: where `field` is as `given`, `needed` must be true."""
+    return {
+        "if": {"properties": {field: given}, "required": [field]},
+        "then": {"properties": {needed: {"const": True}}, "required": [needed]},
+    }
+
+
+_NO_OPTIONS_WITHOUT_A_STREAM = _rule("stream_options", {"type": "object"}, "stream")
 
 
 class _Body(BaseModel):
@@ -124,7 +143,7 @@ class OfframpOptions(_Body):
     exit_policy: Literal["full", "early"] | None = None
     measure: Measure | None = None
     threshold: float | None = None
-    thresholds: dict[Annotated[int, BeforeValidator(_as_key)], float] | None = None
+    thresholds: Annotated[dict[Key, float], Field(json_schema_extra=_SAYS_KEYS)] | None = None
     min_exit_layer: int | None = Field(default=None, ge=1)
     shortlist_only: bool | None = None
     kv_policy: KVPolicy | None = None
@@ -167,6 +186,14 @@ class JsonSchema(_Body):
 class ResponseFormat(_Body):
     """The language that the answer must be in."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"type": {"const": "json_schema"}}},
+            "then": {"properties": {"json_schema": {"type": "object"}}, "required": ["json_schema"]},
+            "else": {"properties": {"json_schema": {"type": "null"}}},
+        }
+    )
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -197,14 +224,17 @@ class GenerationBody(_Named):
     top_p: float = Field(default=1.0, gt=0, le=1)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[int, BeforeValidator(_as_key)], Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: dict[Key, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, json_schema_extra=_SAYS_KEYS)
     stop: Stops = Field(default=[], max_length=MAX_STOPS)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str = ""
-    top_k: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_top_k)] = None
+    top_k: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        BeforeValidator(_as_top_k, json_schema_input_type=Annotated[int, Field(ge=-1)] | None),
+    ] = None
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     min_tokens: int = Field(default=0, ge=0)
@@ -238,6 +268,10 @@ class GenerationBody(_Named):
 
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"allOf": [_NO_OPTIONS_WITHOUT_A_STREAM, _rule("max_tokens", {"const": 0}, "echo")]}
+    )
 
     prompt: Annotated[Prompts, BeforeValidator(_as_prompts, json_schema_input_type=GivenPrompts)]
     max_tokens: int | None = Field(default=None, ge=0)
@@ -289,6 +323,12 @@ class Message(_Body):
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [_NO_OPTIONS_WITHOUT_A_STREAM, _rule("top_logprobs", {"type": "integer"}, "logprobs")]
+        }
+    )
+
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -311,7 +351,7 @@ class ChatBody(GenerationBody):
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
-_NEUTRAL: Mapping[type[GenerationBody], Mapping[str, tuple[object, ...]]] = {
+NEUTRAL: Mapping[type[GenerationBody], Mapping[str, tuple[object, ...]]] = {
     CompletionBody: {"suffix": ("",)},
     ChatBody: {
         "tools": ([],),
@@ -330,7 +370,9 @@ _NEUTRAL: Mapping[type[GenerationBody], Mapping[str, tuple[object, ...]]] = {
         "web_search_options": (),
     },
 }
-_NEUTRAL_IN_MESSAGE = ("refusal", "tool_calls", "function_call", "audio", "annotations")
+"""Fields of OpenAI's that are of no use here, and the values that change nothing. Nothing (`null`) is always one."""
+
+NEUTRAL_IN_MESSAGE = ("refusal", "tool_calls", "function_call", "audio", "annotations")
 """Fields of an assistant's message that clients send back as they got them: nothing, or empty."""
 
 
@@ -344,7 +386,7 @@ def parse_body(kind: type[BodyT], body: object) -> BodyT:
         raise _no_object()
     # None means "as if left out" in OpenAI's API, for every optional field.
     given = {key: value for key, value in body.items() if value is not None}
-    for key, allowed in _NEUTRAL[kind].items():
+    for key, allowed in NEUTRAL[kind].items():
         if key in given:
             value = given.pop(key)
             if not any(value == neutral and type(value) in (type(neutral), float) for neutral in allowed):
@@ -387,7 +429,7 @@ def _without_neutral(message: object) -> object:
     return {
         key: value
         for key, value in message.items()
-        if not (value is None or (key in _NEUTRAL_IN_MESSAGE and value in ([], "", {})))
+        if not (value is None or (key in NEUTRAL_IN_MESSAGE and value in ([], "", {})))
     }
 
 

@@ -61,6 +61,7 @@ MAX_FIELDS = 10_000
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 # OpenAI's is "as much as fits". A small model that does not find its end would fill the context every time.
 DEFAULT_CHAT_TOKENS = 1024
+_EXACT = 2**53  # below it, a float is a whole number and no other
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -342,4 +343,5 @@ def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
         raise ValueError("a number is too large")
-    return value
+    # JSON has numbers, not kinds of them: 8.0 is a whole one, and some clients can write no other.
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
