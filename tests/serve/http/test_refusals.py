@@ -110,6 +110,11 @@ def test_a_body_that_is_announced_too_long_is_not_waited_for(opened: Opened) -> 
     assert "50000 bytes" in json.loads(body)["error"]["message"]
 
 
+def test_a_client_that_sends_on_learns_why_it_is_refused(opened: Opened) -> None:
+    status, _, body = opened.ask("POST", "/v1/completions", b"x" * 12_000_000)
+    assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
+
+
 def test_a_body_that_grows_too_long_is_not_read_to_the_end(opened: Opened) -> None:
     chunk = b"2710\r\n" + b" " * 10_000 + b"\r\n"
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{JSON}transfer-encoding: chunked\r\n\r\n".encode()

@@ -13,10 +13,12 @@ from helpers.openai_service import CHAT, COMPLETIONS, Engine, answer, body, card
 from helpers.tiny import BOS_ID, IM_START_ID, tiny_tokenizer
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.engine_thread import EngineThread
-from offramp.serve.protocol.replies import Complete, Generation
+from offramp.serve.protocol.replies import Complete, CompletionGeneration, Generation, Report
 from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.request.constraint import Constraint
 from offramp.serve.request.exit_options import ExitOptions
+from offramp.serve.request.iteration_result import TokenLogprobs
+from offramp.serve.request.output import RequestOutput, Usage
 from offramp.serve.request.request import Request
 
 
@@ -216,6 +218,24 @@ def test_completion_logprobs_are_columns_of_equal_length(service: OpenAIService,
     streamed = events(service.open(COMPLETIONS, body(prompt=[9], max_tokens=3, logprobs=count, stream=True), "2"))
     pieces = [choice["logprobs"] for chunk in streamed for choice in chunk["choices"]]
     assert {key: [entry for piece in pieces for entry in piece[key]] for key in columns} == columns
+
+
+def test_whole_numbers_may_be_spelled_as_others(service: OpenAIService, engine: Engine) -> None:
+    asked = b'{"model":"m","prompt":[9.0],"max_tokens":2.0,"n":1e0,"temperature":1.0,"seed":-0.0}'
+    assert answer(service.open(COMPLETIONS, asked, "1"))["usage"]["completion_tokens"] == 2
+    assert engine.requests[-1].prompt_token_ids == (9,)
+    for wrong in (b"2.5", b"1e300", b"true", b'"2"'):
+        refusal(service.open(COMPLETIONS, b'{"model":"m","prompt":[9],"max_tokens":' + wrong + b"}", "2"), 400)
+
+
+def test_tokens_with_one_text_do_not_hide_each_other() -> None:
+    report = Report(logprobs=True)
+    reply = CompletionGeneration("1", "m", ["r"], stream=False, report=report, token_text=lambda token: "\ufffd")
+    said = TokenLogprobs(7, -3.0, ((8, -1.0), (7, -3.0), (9, -4.0)))
+    reply.put(RequestOutput("r", (7,), (4,), (said,), "x", "length", Usage(1, 1)))
+    columns = answer(reply)["choices"][0]["logprobs"]
+    assert columns["token_logprobs"] == [-3.0]
+    assert columns["top_logprobs"] == [{"\ufffd": -3.0, "token_id:8": -1.0, "token_id:9": -4.0}]
 
 
 def test_chat_logprobs(service: OpenAIService) -> None:

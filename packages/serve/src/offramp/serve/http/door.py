@@ -81,7 +81,7 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         exchange = Exchange.of(scope)
-        response = Response(exchange, send)
+        response = Response(exchange, receive, send)
         try:
             try:
                 await self._pass(scope, receive, response, exchange)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from starlette.types import Send
+import anyio
+from starlette.types import Receive, Send
 
 from offramp.serve.http.exchange import Exchange
 from offramp.serve.protocol.errors import ApiError
 from offramp.serve.protocol.replies import EVENT_STREAM, JSON, encode
+
+_READ_ON_S = 2.0
+_READ_ON_BYTES = 16_000_000
 
 
 class Response:
@@ -16,6 +20,7 @@ class Response:
 
     Args:
         exchange: Is told what was sent.
+        receive: ASGI's.
         send: ASGI's.
 
     Attributes:
@@ -23,8 +28,9 @@ class Response:
         over: Whether the last of it has been handed over.
     """
 
-    def __init__(self, exchange: Exchange, send: Send) -> None:
+    def __init__(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         self._exchange = exchange
+        self._receive = receive
         self._send = send
         self._events = False
         self.ends_connection = False
@@ -67,7 +73,25 @@ class Response:
     async def whole(self, status: int, body: bytes, content_type: str, headers: Mapping[str, str]) -> None:
         """Sends all of it."""
         await self.start(status, content_type, headers, len(body))
+        if self.ends_connection and status != 408:
+            await self.write(body, last=False)
+            await self._read_on()
+            body = b""
         await self.write(body, last=True)
+
+    async def _read_on(self) -> None:
+        """Reads what is left of a request that has been refused, and forgets it, for a while.
+
+        A connection that is closed with something unread is reset, and a client that is still sending would never see
+        why it was refused (RFC 9112, section 9.6).
+        """
+        read = 0
+        with anyio.move_on_after(_READ_ON_S):
+            while read < _READ_ON_BYTES:
+                message = await self._receive()
+                read += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
 
     async def fail(self, error: ApiError) -> None:
         """Says what went wrong: with a status while none is out, then as the last event of a stream."""

@@ -326,10 +326,16 @@ class CompletionGeneration(Generation):
         return echo.text, [first, *(self._logprob(entry, offset) for entry, offset in others)]
 
     def _logprob(self, entry: TokenLogprobs, offset: int) -> dict[str, Any]:
+        said = self._token_text(entry.token_id)
         # As OpenAI does it, the chosen token is always among the alternatives, so `logprobs: 0` gives it alone.
-        top = {self._token_text(token): logprob for token, logprob in entry.top}
-        token = self._token_text(entry.token_id)
-        return {"token": token, "logprob": entry.logprob, "top": {**top, token: entry.logprob}, "offset": offset}
+        top = {said: entry.logprob}
+        for token, logprob in entry.top:
+            if token != entry.token_id:
+                text = self._token_text(token)
+                # Parts of characters have one text, all of them. None may hide another: who compares a token with the
+                # best one would find it the best itself. The spelling is vLLM's.
+                top[f"token_id:{token}" if text in top else text] = logprob
+        return {"token": said, "logprob": entry.logprob, "top": top, "offset": offset}
 
     def _choice(self, choice: _Choice) -> dict[str, Any]:
         return {
