@@ -13,7 +13,7 @@ from benchmarks.door_soak import Question, ask_beforehand, load
 from helpers.behind import CONFIG, Behind, torchserve_behind
 from helpers.door import post
 from helpers.sinks import eventually
-from helpers.torchserve import CACHE_TOKENS, MAX_NUM_SEQS, MAX_WAITING, NAME, Served
+from helpers.torchserve import CACHE_TOKENS, MAX_NUM_SEQS, MAX_WAITING, NAME, Served, make_checkpoint
 
 pytestmark = pytest.mark.slow
 
