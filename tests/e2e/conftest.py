@@ -16,7 +16,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(scope="package", params=["engine", "torchserve"])
+@pytest.fixture(scope="module", params=["engine", "torchserve"])
 def behind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
     """The same door with the engine behind it, and with TorchServe."""
     folder = tmp_path_factory.mktemp(request.param)
