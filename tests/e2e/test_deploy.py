@@ -1,4 +1,4 @@
-"""`offramp deploy` at a real TorchServe that wants keys, from a real registry, under load."""
+"""`offramp deploy` at a real TorchServe that wants keys, from a real registry, under load that comes by the gateway."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ import mlflow
 import pytest
 import torch
 
+from helpers.door import open_door
+from helpers.openai_service import Engine
+from helpers.processes import start_command
+from helpers.sinks import eventually
 from helpers.tiny import tiny_checkpoint
 from offramp.common.checkpoint import load_checkpoint, save_checkpoint
 from offramp.common.cli import main
@@ -23,6 +28,10 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.deploy.client import TorchServeClient
 from offramp.serve.deploy.keys import KeyFile
+from offramp.serve.gateway.settings import GatewaySettings
+from offramp.serve.gateway.torchserve_backend import TorchServeBackend
+from offramp.serve.http.keys import add_key
+from offramp.serve.http.settings import make_settings
 from offramp.serve.torchserve.archive import archive
 from offramp.serve.torchserve.server import TorchServe
 from offramp.train.tracking.register import register
@@ -66,28 +75,45 @@ def registry(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch)
     return uri
 
 
-def deploy(server: TorchServe, source: str | Path, cache: Path, *options: str) -> int:
+def deploy_command(server: TorchServe, source: str | Path, cache: Path, *options: str) -> list[str]:
     command = ["deploy", str(source), "--to", server.management_url, "--inference", server.inference_url]
     command += ["--store", str(server.store), "--key-file", str(server.key_file), "--name", NAME, "--num-threads", "1"]
-    return main([*command, "--cache", str(cache), "--drain-grace", "4", "--ready-timeout", "120", *options])
+    return [*command, "--cache", str(cache), "--drain-grace", "4", "--ready-timeout", "120", *options]
+
+
+def deploy(server: TorchServe, source: str | Path, cache: Path, *options: str) -> int:
+    return main(deploy_command(server, source, cache, *options))
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """What clients know: an address and a key."""
+
+    url: str
+    key: str
+
+
+@pytest.fixture(scope="module")
+def gateway(server: TorchServe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    keys = tmp_path_factory.mktemp("gateway") / "keys.json"
+    key = add_key(keys, "test")
+    model = {"url": server.inference_url, "management": server.management_url, "key_file": str(server.key_file)}
+    settings = make_settings(GatewaySettings, {"keys": str(keys), "models": {NAME: model}}, where="test")
+    with open_door(TorchServeBackend(settings), Engine(), keys=str(keys)) as opened:
+        eventually(lambda: opened.ask("GET", "/health/ready")[0] == 200, 60, every_s=0.1)
+        yield Gateway(opened.server.url, key)
 
 
 class Load:
-    """Clients that never stop asking, each the version that it takes for the default one.
+    """Clients of the gateway that never stop asking, for whatever version is the default one."""
 
-    They look once in half a second, as a gateway does: so what they know is sometimes old.
-    """
-
-    def __init__(self, server: TorchServe, client: TorchServeClient) -> None:
-        self._server, self._client = server, client
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
         self._end = threading.Event()
-        default = client.default_version(NAME)
-        assert default is not None
-        self._version = default.version
         self.answered: dict[str, int] = {}
         self.faults: list[str] = []
         self._lock = threading.Lock()
-        work = [self._look, *([lambda: self._ask(SHORT, False)] * 2), *([lambda: self._ask(SHORT, True)] * 2)]
+        work = [*([lambda: self._ask(SHORT, False)] * 2), *([lambda: self._ask(SHORT, True)] * 2)]
         self._threads = [threading.Thread(target=self._repeat, args=(one,)) for one in work]
         self._threads.append(threading.Thread(target=self._ask, args=(LONG, True)))  # begun on the old version
 
@@ -110,21 +136,14 @@ class Load:
         while not self._end.wait(0.02):
             work()
 
-    def _look(self) -> None:
-        default = self._client.default_version(NAME)
-        assert default is not None
-        self._version = default.version
-        self._end.wait(0.5)
-
     def _ask(self, tokens: int, stream: bool) -> None:
-        version = self._version
         body = {"model": NAME, "prompt": [5, 6], "max_tokens": tokens, "temperature": 0, "stream": stream}
-        assert self._server.key_file is not None
+        version = "?"
         try:
             response = httpx.post(
-                f"{self._server.inference_url}/predictions/{NAME}/{version}/v1/completions",
+                f"{self._gateway.url}/v1/completions",
                 json={**body, "logprobs": 0},
-                headers=KeyFile(self._server.key_file).header("inference"),
+                headers={"authorization": f"Bearer {self._gateway.key}"},
                 timeout=120,
                 trust_env=False,
             )
@@ -135,7 +154,7 @@ class Load:
             pieces = [json.loads(event.removeprefix("data: ")) for event in events]
             said = sum(len(choice["logprobs"]["tokens"]) for piece in pieces for choice in piece["choices"])
             assert said == tokens, f"{said} of {tokens} tokens"
-            assert response.headers["offramp-version"] == version
+            version = response.headers["offramp-version"]
         except Exception as fault:
             with self._lock:
                 self.faults.append(f"{version}: {type(fault).__name__} {fault}")
@@ -147,13 +166,15 @@ class Load:
 def test_a_new_version_takes_over_under_load_and_no_request_fails(
     server: TorchServe,
     client: TorchServeClient,
+    gateway: Gateway,
     registry: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     register(checkpoint(tmp_path / "second", 1), NAME, alias="champion", tracking_uri=registry)
     capsys.readouterr()  # what MLflow said
-    with Load(server, client) as load:
+    with Load(gateway) as load:
         while load.count("1.0") < 4 and not load.faults:
             time.sleep(0.05)
         assert deploy(server, f"models:/{NAME}@champion", tmp_path / "cache", "--json") == 0
@@ -171,9 +192,29 @@ def test_a_new_version_takes_over_under_load_and_no_request_fails(
         ("removed", "1.0"),
     ]
     assert server.key_file is not None
-    keys = [entry["key"] for entry in json.loads(server.key_file.read_text()).values()]
-    written = said.out + said.err + server.log.read_text()
+    keys = [entry["key"] for entry in json.loads(server.key_file.read_text()).values()] + [gateway.key]
+    written = said.out + said.err + server.log.read_text() + caplog.text
     assert not [key for key in keys if key in written]
+
+
+def test_a_roll_out_that_is_killed_is_taken_up_by_the_next(
+    server: TorchServe, client: TorchServeClient, tmp_path: Path
+) -> None:
+    [before] = client.versions(NAME)
+    source, log = checkpoint(tmp_path / "killed", 4), tmp_path / "log"
+    log.touch()
+    [process] = start_command(deploy_command(server, source, tmp_path / "cache", "--version", "killed"), log)
+    eventually(lambda: "is being loaded" in log.read_text() or not process.is_alive(), 120, every_s=0.02)
+    eventually(lambda: len(client.versions(NAME)) == 2 or not process.is_alive(), 120, every_s=0.02)
+    process.kill()
+    process.join(60)
+    assert "answers after" not in log.read_text()
+    default = client.default_version(NAME)
+    assert default is not None
+    assert default.version == before.version
+    assert deploy(server, source, tmp_path / "cache", "--version", "killed") == 0
+    assert [version.version for version in client.versions(NAME)] == ["killed"]
+    assert len([path for path in server.store.glob(f"{NAME}-*") if path.is_dir()]) == 1
 
 
 def test_a_version_that_cannot_be_loaded_or_says_nothing_sound_is_rolled_back(
