@@ -35,7 +35,6 @@ JSON = "content-type: application/json\r\n"
         "/models/m?customized=true",
         "/predictions/m/1.0/v1/models",
         "/v1/models/m/../../models/m?customized=true",
-        "/metrics",
         "/ping",
         "/api-description",
         "/workflows",
