@@ -25,7 +25,7 @@ from offramp.train.linear_confidence import linear_max_probability
 from offramp.train.linear_cross_entropy import Teacher, TokenLoss, linear_cross_entropy
 from offramp.train.pipeline.stages import Stage, plan_stages
 from offramp.train.pipeline.tensor_parallel import check_tensor_parallel, slices
-from offramp.train.stage_files import rank_suffix, read_stages, slice_metadata
+from offramp.train.stage_files import find_stages, rank_suffix, read_stages, slice_metadata
 from offramp.train.tensor_group import TensorGroup, share_of
 from offramp.train.vocabulary import VocabularyShard
 
@@ -194,9 +194,15 @@ def test_every_number_is_written_once(ranks: int, tmp_path: Path) -> None:
             if (own[name].owned if name in own else rank == 0)
         }
         save_file(tensors, tmp_path / f"stage_00{rank_suffix(rank)}.safetensors", metadata=slice_metadata(tensors, own))
-    found = read_stages(tmp_path)
-    assert found.keys() == expected.keys()
+    found, saved = read_stages(tmp_path), find_stages(tmp_path)
+    assert found.keys() == saved.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    for others in {2, ranks - 1, heads.get("num_key_value_heads", 2)}:
+        for rank in range(others):
+            for name, own in slices(stage, model.config, rank, others).items():
+                part = saved[name].read(own)
+                assert torch.equal(part, own.of(expected[name]))
+                assert part.untyped_storage().nbytes() == 4 * part.numel(), "nothing else stays in memory"
     (tmp_path / "stage_00_rank_01.safetensors").unlink()
     with pytest.raises(OfframpError, match=r"is incomplete: .* is there up to \d+ of \d+"):
         read_stages(tmp_path)

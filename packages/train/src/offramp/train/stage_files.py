@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from offramp.common.errors import OfframpError
+from offramp.common.stored_tensor import StoredTensor, open_safetensors, read_stored, stored_tensors
 
 STAGES = "checkpoint"
 """In a directory of `deepspeed_pipeline`, the folder with the stages."""
@@ -71,8 +71,48 @@ def slice_metadata(tensors: Mapping[str, Tensor], slices: Mapping[str, Slice]) -
     return {_SLICES: json.dumps(found)} if found else {}
 
 
-def read_stages(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """Parameters of a checkpoint of any number of stages and ranks, whole, under their names in the model.
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint, not read yet: whole in one file, or in slices, each in one.
+
+    Attributes:
+        pieces: what each file holds, None being all of it; slices in their order.
+    """
+
+    pieces: tuple[tuple[Slice | None, StoredTensor], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        own, stored = self.pieces[0]
+        return stored.shape if own is None else own.whole_shape(stored.shape)
+
+    def read(self, own: Slice | None = None) -> Tensor:
+        """The tensor, or a slice of it, in memory of its own; nothing else is read. A scalar has no slices."""
+        first, stored = self.pieces[0]
+        dtype: torch.dtype = getattr(torch, stored.dtype)
+        if first is None:
+            return stored.read(dtype, () if own is None or not stored.shape else own.index)
+        start, stop = (0, first.whole) if own is None else (own.start, own.stop)
+        parts: list[Tensor] = []
+        for piece, stored in self.pieces:
+            assert piece is not None
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                within = replace(piece, start=low - piece.start, stop=high - piece.start)
+                parts.append(stored.read(dtype, within.index))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=first.dim)
+
+
+def read_stages(directory: Path) -> dict[str, Tensor]:
+    """All parameters of a checkpoint, whole, under their names in the model; see `find_stages`."""
+    found = find_stages(directory)
+    whole = {name: saved.pieces[0][1] for name, saved in found.items() if saved.pieces[0][0] is None}
+    return {**read_stored(whole), **{name: saved.read() for name, saved in found.items() if name not in whole}}
+
+
+def find_stages(directory: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, SavedTensor]:
+    """Parameters of a checkpoint of any number of stages and ranks, under their names in the model.
 
     Args:
         directory: the checkpoint.
@@ -84,13 +124,13 @@ def read_stages(directory: Path, wanted: Callable[[str], bool] = lambda name: Tr
     files = sorted(directory.glob("stage_*.safetensors"))
     if not files:
         raise OfframpError(f"{directory} holds no stage_*.safetensors; it is not a checkpoint of deepspeed_pipeline.")
-    return read_whole(files, wanted)[0]
+    return find_saved(files, wanted)[0]
 
 
-def read_whole(
+def find_saved(
     files: Sequence[Path], wanted: Callable[[str], bool] = lambda name: True
-) -> tuple[dict[str, Tensor], list[dict[str, str]]]:
-    """Tensors of several files, slices joined, and the metadata of each file.
+) -> tuple[dict[str, SavedTensor], list[dict[str, str]]]:
+    """Tensors of several files, and the metadata of each file.
 
     Args:
         files: of one kind, those of all ranks.
@@ -99,32 +139,25 @@ def read_whole(
     Raises:
         OfframpError: a file is damaged, or slices are missing.
     """
-    tensors: dict[str, Tensor] = {}
-    parts: dict[str, list[tuple[Slice, Tensor]]] = {}
+    pieces: dict[str, list[tuple[Slice | None, StoredTensor]]] = {}
     about: list[dict[str, str]] = []
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                about.append(handle.metadata() or {})
-                found = {name: handle.get_tensor(name) for name in handle.keys() if wanted(name)}  # noqa: SIM118
-        except (SafetensorError, OSError) as fault:
-            raise OfframpError(
-                f"{file} cannot be read as safetensors: {fault}; it may be cut short, copy it again."
-            ) from None
+        with open_safetensors(file) as handle:
+            about.append(handle.metadata() or {})
         slices = json.loads(about[-1].get(_SLICES, "{}"))
-        for name, tensor in found.items():
-            if name in slices:
-                parts.setdefault(name, []).append((Slice(*slices[name]), tensor))
-            else:
-                tensors[name] = tensor
-    for name, pieces in parts.items():
-        tensors[name] = _join(files[0].parent, name, sorted(pieces, key=lambda piece: piece[0].start))
-    return tensors, about
+        for name, stored in stored_tensors(file).items():
+            if wanted(name):
+                pieces.setdefault(name, []).append((Slice(*slices[name]) if name in slices else None, stored))
+    return {name: _in_order(files[0].parent, name, found) for name, found in pieces.items()}, about
 
 
-def _join(directory: Path, name: str, pieces: list[tuple[Slice, Tensor]]) -> Tensor:
-    end, whole = 0, pieces[0][0].whole
+def _in_order(directory: Path, name: str, pieces: list[tuple[Slice | None, StoredTensor]]) -> SavedTensor:
+    pieces.sort(key=lambda piece: 0 if piece[0] is None else piece[0].start)
+    end, whole = 0, 0
     for own, _ in pieces:
+        if own is None:
+            break
+        whole = own.whole
         if own.start != end:
             break
         end = own.stop
@@ -132,4 +165,4 @@ def _join(directory: Path, name: str, pieces: list[tuple[Slice, Tensor]]) -> Ten
         raise OfframpError(
             f"{directory} is incomplete: {name!r} is there up to {end} of {whole}; copy all files of the checkpoint."
         )
-    return torch.cat([tensor for _, tensor in pieces], dim=pieces[0][0].dim)
+    return SavedTensor(tuple(pieces))

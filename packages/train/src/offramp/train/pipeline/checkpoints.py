@@ -30,7 +30,7 @@ from offramp.common.errors import OfframpError
 from offramp.train.checkpoint_io import cannot_write, write_durably, write_state
 from offramp.train.lora import checkpoint_name
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
-from offramp.train.stage_files import STAGES, rank_suffix, read_whole, slice_metadata
+from offramp.train.stage_files import STAGES, Slice, find_saved, rank_suffix, slice_metadata
 from offramp.train.training_checkpoint import (
     FILES,
     RECORD_FILE,
@@ -140,11 +140,8 @@ def load(engine: EarlyExitPipelineEngine, path: Path, scheduler: Any) -> dict[st
     engine.module.load_stages(path / STAGES)
     checkpoint: dict[str, Any] = torch.load(path / STAGES / TRAINER, map_location="cpu", weights_only=True)
     named = {parameter: name for name, parameter in _trained(engine)}
-    states, settings = _read_optimizer(path / STAGES, set(named.values()))
+    states, settings = _read_optimizer(path / STAGES, set(named.values()), engine.module.slices)
     optimizer: Any = engine.optimizer
-    states = {
-        name: {key: engine.module.cut(name, value) for key, value in state.items()} for name, state in states.items()
-    }
     groups = _groups(engine)
     for group, parameters in groups:
         # Parameters of a group have the same settings. A stage that trains nothing has one that stands in; what rates
@@ -227,15 +224,20 @@ def _state_of(optimizer: Any, group: int, parameter: nn.Parameter) -> Iterator[t
             yield key, value.clone()  # a partition has one number of steps for all of its parameters
 
 
-def _read_optimizer(directory: Path, names: set[str]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """State of some parameters, from the files of any number of stages and replicas, and the settings of all."""
+def _read_optimizer(
+    directory: Path, names: set[str], slices: Mapping[str, Slice]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """State of some parameters, or of slices of them, from the files of any number of stages, replicas and ranks.
+
+    Also the settings of all parameters.
+    """
     states: dict[str, dict[str, Tensor]] = {}
     settings: dict[str, Any] = {}
     files = sorted(directory.glob("optimizer_*.safetensors"))
-    tensors, about = read_whole(files, lambda full: full.rpartition("/")[0] in names)
-    for full, tensor in tensors.items():
+    found, about = find_saved(files, lambda full: full.rpartition("/")[0] in names)
+    for full, saved in found.items():
         name, _, key = full.rpartition("/")
-        states.setdefault(name, {})[key] = tensor
+        states.setdefault(name, {})[key] = saved.read(slices.get(name))
     for metadata in about:
         settings |= json.loads(metadata[_SETTINGS])
     return states, settings

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from offramp.common.errors import OfframpError
 from offramp.common.model.attention import Layout
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
 from offramp.train.pipeline.stages import Stage, StagePlan
 from offramp.train.pipeline.tensor_parallel import shard_stage
-from offramp.train.stage_files import Slice, read_stages
+from offramp.train.stage_files import Slice, find_stages
 from offramp.train.start_weights import StartWeights
 from offramp.train.tensor_group import TensorGroup
 
@@ -145,13 +146,24 @@ class StageModule(PipelineModule):
         }
 
     def load_stages(self, directory: Path) -> None:
-        """Read this rank's parameters from the files of any number of stages and ranks."""
-        found = read_stages(directory, self.stage.state_dict().keys().__contains__)
-        self.stage.load_state_dict({name: self.cut(name, tensor) for name, tensor in found.items()})
+        """Read this rank's parameters, one after the other, from the files of any number of stages and ranks.
 
-    def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, or of anything of its shape; a scalar stays as it is."""
-        return self.slices[name].of(tensor) if name in self.slices and tensor.dim() else tensor
+        Raises:
+            OfframpError: a parameter is not there, or has another shape.
+        """
+        state = self.stage.state_dict()
+        found = find_stages(directory, state.keys().__contains__)
+        for name, tensor in state.items():
+            own, saved = self.slices.get(name), found.get(name)
+            shape = tuple(tensor.shape) if own is None else own.whole_shape(tensor.shape)
+            if saved is None or saved.shape != shape:
+                has = "does not have it" if saved is None else f"has one of shape {list(saved.shape)}"
+                raise OfframpError(
+                    f"{directory} was written by a run of another model: {name!r} has shape {list(shape)} here, and "
+                    f"that {has}; resume the run's own checkpoint."
+                )
+            with torch.no_grad():
+                tensor.copy_(saved.read(own))
 
 
 def _tensor_group(topology: PipeModelDataParallelTopology) -> TensorGroup:
