@@ -22,6 +22,10 @@ from offramp.train.tracking.exit_samples import continuations
 ROWS = 24
 HALF_WAY = "{}-{{step}}"
 """Name of the checkpoints that `fit` writes beside `out` after every third step."""
+OF_THE_MACHINE = (
+    "epoch", "train/tokens_per_second", "train/step_seconds", "train/model_tflops", "train/mfu", "train/memory",
+)  # fmt: skip
+"""How the names of metrics begin that no two runs share."""
 
 
 class Steps:
@@ -193,6 +197,13 @@ def fit_all(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         except OfframpError as fault:
             answers.append({"fault": str(fault)})
     return answers
+
+
+def comparable(run: dict[str, Any], steps: range = range(6)) -> dict[tuple[int, str], float]:
+    """The metrics of a run that another one must have too: (step, name) -> value."""
+    return {
+        key: value for key, value in run["metrics"].items() if key[0] in steps and not key[1].startswith(OF_THE_MACHINE)
+    }
 
 
 def validate(checkpoint: str, trained: str, strategy: dict[str, Any] | None, devices: int = 1) -> dict[str, float]:

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from helpers.fitting import Memory, Numbers, fit, fit_all, validate
+from helpers.fitting import Numbers, comparable, fit, fit_all, validate
 from helpers.processes import run_processes
 from helpers.tiny import tiny_checkpoint
 from offramp.common.checkpoint import load_checkpoint
@@ -20,11 +20,9 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.depth_spread import DepthSpread
 from offramp.train.exit_weights import Curriculum, WeightSchedule
-from offramp.train.export import export_checkpoint, main
+from offramp.train.export import export_checkpoint
 from offramp.train.layer_dropout import LayerDropout
 from offramp.train.objective import ObjectiveConfig
-from offramp.train.priming import ExitPrimingModule, PrimingDataModule, StateBatch, StateLoader
-from offramp.train.stage_files import read_stages
 
 FILL_AWARE = {"fill_aware": {1: 0.2, 2: 0.2}, "peak_tflops": 2.0}
 DISTILLED, SPREAD = ObjectiveConfig(distill=0.5), ObjectiveConfig(depth_spread=DepthSpread(weight=1.0))
@@ -34,9 +32,6 @@ CHANGING = {  # everything that depends on the step
     ),
     "layer_dropout": LayerDropout(0.5, "exponential", 6),
 }
-OF_THE_MACHINE = (
-    "epoch", "train/tokens_per_second", "train/step_seconds", "train/model_tflops", "train/mfu", "train/memory",
-)  # fmt: skip
 TWO_STAGES = {"pipe": 2, "micro_batches": 3}
 SHARED = {"pipe": 1, "tensor": 2, "micro_batches": 2, "zero_stage": 1}
 PROMPTS = [[11, 12, 13], [40, 41, 42, 43, 44], [7]]
@@ -132,12 +127,6 @@ def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         runs.append(run)
     answers = run_processes(fit_all, 2, runs, timeout_s=400)
     return {"out": paths, **{name: (a, b) for name, a, b in zip(TWO_PROCESSES, *answers, strict=True)}}
-
-
-def comparable(run: dict[str, Any], steps: range = range(6)) -> dict[tuple[int, str], float]:
-    return {
-        key: value for key, value in run["metrics"].items() if key[0] in steps and not key[1].startswith(OF_THE_MACHINE)
-    }
 
 
 @pytest.mark.slow
@@ -342,55 +331,6 @@ def validate_and_resume(
     return metrics, fit(checkpoint, out, one_stage, module=FILL_AWARE, resume=half_way)
 
 
-def test_priming_trains_heads_alone_and_exports_the_shortlist(checkpoint: Path, tmp_path: Path) -> None:
-    memory = Memory()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=60,
-        logger=memory,
-        log_every_n_steps=20,
-        check_val_every_n_epoch=20,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(ExitPrimingModule(str(checkpoint)), PrimingDataModule(Numbers(), batch_size=64))
-    losses = [value for (_, name), value in sorted(memory.metrics.items()) if name == "train/loss_exit_02"]
-    assert losses[-1] < losses[0]
-    trainer.save_checkpoint(tmp_path / "primed.ckpt")
-    primed = load_checkpoint(export_checkpoint(tmp_path / "primed.ckpt", tmp_path / "primed"))
-    assert primed.policy is not None
-    assert primed.policy.shortlist == (1, *range(10, 60)), "the end of text, and the tokens that targets contain"
-    before = load_checkpoint(checkpoint).model.state_dict()
-    changed = {name for name, value in primed.model.state_dict().items() if not torch.equal(value, before[name])}
-    assert {name.split(".")[1] for name in changed} == {"1", "2"}
-    assert all(name.startswith("exits.") for name in changed)
-
-
-@pytest.mark.parametrize("step", [3, 12])
-def test_priming_resumes_as_if_nothing_had_happened(checkpoint: Path, tmp_path: Path, step: int) -> None:
-    """12 steps are more than an epoch of 10."""
-    settings: dict[str, Any] = {"priming": True, "max_steps": 14, "trainer": {"val_check_interval": 1.0}}
-    whole = fit(str(checkpoint), str(tmp_path / "whole.ckpt"), **settings)
-    (half_way,) = tmp_path.glob(f"whole-step={step}.ckpt")
-    resumed = fit(str(checkpoint), str(tmp_path / "resumed.ckpt"), resume=str(half_way), **settings)
-    left = range(step, 14)
-    assert comparable(resumed, left) == comparable(whole, left)
-    assert {key for key, _ in comparable(whole, left)} == set(left)
-
-
-def test_priming_on_other_states_is_not_resumed() -> None:
-    def take(rows: torch.Tensor) -> StateBatch:
-        return StateBatch(torch.zeros(len(rows), 2, 3), torch.zeros(len(rows), 3))
-
-    state = StateLoader(take, 20, 4, 5, seed=0).state_dict()
-    StateLoader(take, 20, 4, 5, seed=0).load_state_dict(state)
-    for other in (StateLoader(take, 20, 5, 4, seed=0), StateLoader(take, 20, 4, 5, seed=1)):
-        with pytest.raises(OfframpError, match=r"cannot resume priming: (batch_size was 4 and is 5|seed was 0)"):
-            other.load_state_dict(state)
-
-
 def test_from_scratch_needs_no_weights(checkpoint: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -415,35 +355,6 @@ def test_settings_that_cannot_work_are_refused(
 ) -> None:
     with pytest.raises(OfframpError, match=message):
         fit(str(checkpoint), str(tmp_path / "x.ckpt"), module=module, trainer=trainer)
-
-
-def test_export_refuses_what_is_no_training_checkpoint(tmp_path: Path, checkpoint: Path) -> None:
-    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    for source, message in (
-        (tmp_path / "other.ckpt", "not written by a run of Offramp"),
-        (tmp_path / "none.ckpt", "does not exist"),
-        (checkpoint / "config.json", "cannot be read.*something else, or cut short"),
-        (checkpoint, "has no offramp.json"),
-    ):
-        with pytest.raises(OfframpError, match=message):
-            export_checkpoint(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_stage_cut_short_is_named(tmp_path: Path) -> None:
-    (tmp_path / "stage_00.safetensors").write_bytes(b"\x10")
-    with pytest.raises(OfframpError, match=r"stage_00\.safetensors cannot be read.*cut short"):
-        read_stages(tmp_path)
-
-
-def test_export_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit(str(checkpoint), str(tmp_path / "x.ckpt"), max_steps=1)
-    assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
-    assert str(tmp_path / "out") in capsys.readouterr().out
-    assert load_checkpoint(tmp_path / "out").model.norm.weight.dtype == torch.bfloat16
-    with pytest.raises(OfframpError, match="already exists"):
-        main([str(tmp_path / "x.ckpt"), str(tmp_path / "out")])
-    assert main([str(tmp_path / "x.ckpt"), str(tmp_path / "out"), "--overwrite"]) == 0
 
 
 def test_a_first_exit_alone_trains_what_lies_below_it(checkpoint: Path, tmp_path: Path) -> None:

@@ -38,6 +38,20 @@ class Predictions:
         tokens = self._tokens.get(layer)
         return None if tokens is None else torch.cat(tokens)
 
+    def by_row(self, layers: tuple[int, ...], labels: Tensor) -> Tensor:
+        """[X, B] what each exit says in a row that asks it at one position; `NOT_ASKED` where it was not asked.
+
+        Args:
+            layers: X exits.
+            labels: [B, T] of all micro-batches, read for their shape and device only.
+        """
+        found = torch.full((len(layers), *labels.shape), NOT_ASKED, device=labels.device)
+        for place, layer in enumerate(layers):
+            tokens = self.of(layer)
+            if tokens is not None:
+                found[place] = tokens.view(labels.shape)
+        return found.amax(dim=2)
+
     def compare(self, layers: tuple[int, ...], final: Tensor | None) -> Tensor:
         """[2, X] float64: positions where an exit says the same as the final one, and those where both were asked.
 

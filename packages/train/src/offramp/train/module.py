@@ -29,10 +29,10 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.common.hf import read_json
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.train.agreement import NOT_ASKED
 from offramp.train.data.batch import TokenBatch
 from offramp.train.data.loader import BatchLoader
 from offramp.train.device_peaks import peak_flops as known_peak
+from offramp.train.evaluation import Evaluation
 from offramp.train.exit_weights import WeightRule
 from offramp.train.fill_aware import check_probabilities, draw_exit_depths
 from offramp.train.freezing import BACKBONE, freeze_parameters, untrained
@@ -128,7 +128,7 @@ class MultiExitModule(pl.LightningModule):
         self._source: Checkpoint | None = None
         self._run_objective: RunObjective | None = None
         self._meter: StepMeter | None = None
-        self._evaluated: ExitSums | None = None
+        self._evaluation: Evaluation | None = None
 
     # ---- the model
 
@@ -391,33 +391,25 @@ class MultiExitModule(pl.LightningModule):
         else:
             with self.trainer.precision_plugin.forward_context():
                 sums = self._evaluate(micro)
-        found = torch.full((len(sums.layers), *batch.input_ids.shape), NOT_ASKED, device=self.device)
-        for place, layer in enumerate(sums.layers):
-            said = sums.predictions.of(layer)
-            if said is not None:
-                found[place] = said.view(batch.input_ids.shape)
-        return cast("Tensor", self.trainer.strategy.reduce(found.amax(dim=2), reduce_op="max"))
+        said = sums.predictions.by_row(sums.layers, micro.tokens.labels)
+        return cast("Tensor", self.trainer.strategy.reduce(said, reduce_op="max"))
 
     def add_evaluated(self, sums: ExitSums) -> None:
         """Add sums of tokens and exits that are this rank's alone to those of the running evaluation."""
-        if self._evaluated is None:
-            self._evaluated = ExitSums(sums.layers, self.device, sums.values)  # and not what the exits said
-        else:
-            self._evaluated.values += sums.values
+        assert self._evaluation is not None, "an epoch of evaluation has not started"
+        self._evaluation.add(sums)
 
     def _start_evaluation(self) -> None:
-        self._evaluated = None
+        self._evaluation = Evaluation(self.run_objective.evaluated, self.device)
         if self._meter is not None:
             self._meter.pause()
 
     def _end_evaluation(self, prefix: str) -> None:
-        objective = self.run_objective.evaluated
-        total = self._evaluated or ExitSums(objective.layers, self.device)
-        total.values = self.sum_over_ranks(total.values)
-        for name, value in total.report(objective).items():
+        assert self._evaluation is not None, "an epoch of evaluation has not started"
+        for name, value in self._evaluation.means(self.sum_over_ranks).items():
             # Equal on all ranks already; sync_dist only tells Lightning that this was thought of.
             self.log(f"{prefix}/{name}", value, prog_bar=name == "loss", sync_dist=True, batch_size=1)
-        self._evaluated = None
+        self._evaluation = None
 
     @override
     def on_validation_epoch_start(self) -> None:
