@@ -125,7 +125,7 @@ def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             path = paths[run["resume"]]
             run["resume"] = str(path.with_name(f"{path.stem}-step=3.ckpt"))
         runs.append(run)
-    answers = run_processes(fit_all, 2, runs, timeout_s=400)
+    answers = run_processes(fit_all, 2, runs, timeout_s=900)
     return {"out": paths, **{name: (a, b) for name, a, b in zip(TWO_PROCESSES, *answers, strict=True)}}
 
 
