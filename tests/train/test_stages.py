@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from helpers.tiny import tiny_model
 from offramp.common.errors import OfframpError
@@ -105,3 +110,22 @@ def test_more_stages_than_layers_are_refused() -> None:
     model = tiny_model()
     with pytest.raises(OfframpError, match="4 layers cannot be divided into 5 stages"):
         plan_stages(model.config, model.exit_config, 5)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    from offramp.train.pipeline.stage_module import StageModule
+
+    model = tiny_model()
+    stage = Stage(model, plan_stages(model.config, model.exit_config, 1), 0)
+    part = cast("Any", SimpleNamespace(stage=stage, slices={}))
+    saved = {name: tensor + 1 for name, tensor in stage.state_dict().items()}
+    save_file(saved, tmp_path / "stage_00.safetensors")
+    StageModule.load_stages(part, tmp_path)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in stage.state_dict().items())
+    save_file({**saved, "norm.weight": torch.zeros(31)}, tmp_path / "stage_00.safetensors")
+    with pytest.raises(OfframpError, match=r"'norm.weight' has shape \[32\] here, and that has one of shape \[31\]"):
+        StageModule.load_stages(part, tmp_path)
+    del saved["norm.weight"]
+    save_file(saved, tmp_path / "stage_00.safetensors")
+    with pytest.raises(OfframpError, match=r"run of another model: 'norm.weight' .* that does not have it"):
+        StageModule.load_stages(part, tmp_path)
