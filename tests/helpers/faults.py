@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 
 from offramp.common.errors import OfframpError
 from offramp.train import shared_directory
+from offramp.train.pipeline.strategy import DeepSpeedPipelineStrategy
 
 
 class Fault(pl.Callback):
@@ -30,6 +31,21 @@ class Haste(pl.Callback):
 
     def __init__(self) -> None:
         shared_directory.PATIENCE_S = 2.0
+
+
+class Impatience(pl.Callback):
+    """After a step, processes wait for each other a hundredth of what the recipe says; before, they start up."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self.step:
+            assert isinstance(trainer.strategy, DeepSpeedPipelineStrategy)
+            links = trainer.strategy.engine.links
+            links.limit_to(links.limit / 100)
 
 
 class Death(pl.Callback):

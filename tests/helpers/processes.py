@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing as mp
 import os
@@ -122,6 +123,28 @@ def start_rank(
     process = forkserver().Process(target=_command, args=(arguments, str(log.resolve()), where, variables, network))
     process.start()
     return process
+
+
+def start_launcher(module: str, arguments: list[str], log: Path, directory: Path) -> BaseProcess:
+    """Start what torchrun or deepspeed starts.
+
+    Args:
+        module: with a function `main`, which the launcher's script calls.
+        arguments: of the script.
+        log: what it prints, and the processes that it starts.
+        directory: where it runs.
+    """
+    process = forkserver().Process(target=_launcher, args=(module, arguments, str(log), str(directory)))
+    process.start()
+    return process
+
+
+def _launcher(module: str, arguments: list[str], log: str, directory: str) -> None:
+    os.chdir(directory)
+    with open(log, "ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    importlib.import_module(module).main(arguments)
 
 
 def _command(
