@@ -31,7 +31,9 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 RIGHT, WRONG = (GenerationMode(name) for name in ("positive", "negative"))
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_MODEL_LEN = 512  # so that nobody gets a long answer
-NO_DOCUMENT_CAN_SAY = "it has no tokens|maximum context length|cannot be followed|at least 'n'|above 'n'"
+NO_DOCUMENT_CAN_SAY = (
+    "it has no tokens|maximum context length|cannot be followed|at least 'n'|above 'n'|leave one of them out|not both"
+)
 """Why a request may be refused that is as the document says: what depends on the model, or on two fields together."""
 
 
@@ -58,7 +60,7 @@ def api(behind: Behind, headers: dict[str, str]) -> BaseSchema:
     return schemathesis.openapi.from_url(f"{behind.opened.server.url}/openapi.json", headers=headers)
 
 
-@pytest.mark.parametrize("mode", (RIGHT, WRONG), ids=lambda mode: mode.name.lower())
+@pytest.mark.parametrize("mode", [RIGHT, WRONG], ids=lambda mode: mode.name.lower())
 @pytest.mark.parametrize(
     "operation",
     [f"POST {COMPLETIONS}", f"POST {CHAT}", "GET /v1/models", "GET /v1/models/{model}"],
@@ -90,8 +92,8 @@ def test_what_could_be_answered(api: BaseSchema, headers: dict[str, str], path: 
             assert re.search(NO_DOCUMENT_CAN_SAY, response.json()["error"]["message"])
 
     try_some(api, f"POST {path}", RIGHT, ask)
-    assert answers["application/json"] > 5
-    assert answers["text/event-stream"] > 5
+    assert answers["application/json"] > 2
+    assert answers["text/event-stream"] > 2
 
 
 def test_every_example_is_answered(api: BaseSchema, headers: dict[str, str]) -> None:
