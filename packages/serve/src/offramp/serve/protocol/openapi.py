@@ -11,12 +11,19 @@ from pydantic.json_schema import models_json_schema
 from offramp.serve.protocol import answers
 from offramp.serve.protocol.errors import PHRASES
 from offramp.serve.protocol.replies import EVENT_STREAM, JSON
-from offramp.serve.protocol.requests import NEUTRAL, NEUTRAL_IN_MESSAGE, ChatBody, CompletionBody, Message
+from offramp.serve.protocol.requests import (
+    NEUTRAL,
+    NEUTRAL_IN_MESSAGE,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Message,
+)
 
 _HELLO = [{"role": "user", "content": "Hello"}]
 _WITH_USAGE = {"include_usage": True}
 _REF = "#/components/schemas/{model}"
-_READING: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody)
+_READING: tuple[type[GenerationBody], ...] = (CompletionBody, ChatBody)
 _WRITING: tuple[type[BaseModel], ...] = (
     answers.Completion,
     answers.ChatCompletion,

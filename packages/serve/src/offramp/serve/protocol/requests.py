@@ -23,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from offramp.common.exits.kv_policy import KVPolicy
@@ -102,7 +103,8 @@ def _as_key(value: object) -> object:
 
 
 Key = Annotated[int, BeforeValidator(_as_key)]
-_SAYS_KEYS = {"propertyNames": {"pattern": f"^[0-9]{{1,{MAX_DIGITS}}}$"}}
+_GivenTopK = Annotated[int, Field(ge=-1)] | None
+_SAYS_KEYS: JsonDict = {"propertyNames": {"pattern": f"^[0-9]{{1,{MAX_DIGITS}}}$"}}
 
 
 def _as_top_k(value: object) -> object:
@@ -233,7 +235,7 @@ class GenerationBody(_Named):
     user: str = ""
     top_k: Annotated[
         Annotated[int, Field(ge=1)] | None,
-        BeforeValidator(_as_top_k, json_schema_input_type=Annotated[int, Field(ge=-1)] | None),
+        BeforeValidator(_as_top_k, json_schema_input_type=_GivenTopK),
     ] = None
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
