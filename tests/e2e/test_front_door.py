@@ -7,8 +7,8 @@ import json
 
 import openai
 import pytest
+from benchmarks.door.random_clients import Question, ask_beforehand, load
 from benchmarks.door.servers import Door
-from benchmarks.door_soak import Question, ask_beforehand, load
 
 from helpers.behind import CONFIG, Behind, torchserve_behind
 from helpers.door import post

@@ -112,3 +112,11 @@ class FakeTorchServe:
 
 def _fault(status: int, message: str) -> httpx.Response:
     return httpx.Response(status, json={"code": status, "type": "SomeException", "message": message})
+
+
+def write_checkpoint_files(directory: Path) -> Path:
+    """What an archive is made of; nobody here loads it."""
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (directory / name).write_text(name)
+    return directory

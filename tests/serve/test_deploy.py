@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 from filelock import FileLock
 
-from helpers.fake_management import INFERENCE, MANAGEMENT, FakeTorchServe, FakeVersion
+from helpers.fake_management import INFERENCE, MANAGEMENT, FakeTorchServe, FakeVersion, write_checkpoint_files
 from offramp.common.errors import OfframpError
 from offramp.serve.cli.deploy import main as deploy_main
 from offramp.serve.deploy import archives
@@ -25,11 +25,7 @@ from offramp.serve.model_source import model_name
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    directory = tmp_path / "checkpoint"
-    directory.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (directory / name).write_text(name)
-    return directory
+    return write_checkpoint_files(tmp_path / "checkpoint")
 
 
 @pytest.fixture

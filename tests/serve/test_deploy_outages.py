@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from helpers.fake_management import INFERENCE, MANAGEMENT, FakeTorchServe, FakeVersion
+from helpers.fake_management import INFERENCE, MANAGEMENT, FakeTorchServe, FakeVersion, write_checkpoint_files
 from offramp.common.errors import OfframpError
 from offramp.serve.deploy import archives
 from offramp.serve.deploy.archives import Archive, ArchiveStore
@@ -70,11 +70,7 @@ class Watcher:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    directory = tmp_path / "checkpoint"
-    directory.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (directory / name).write_text(name)
-    return directory
+    return write_checkpoint_files(tmp_path / "checkpoint")
 
 
 @pytest.fixture
