@@ -54,6 +54,8 @@ class FakeTorchServe:
     asked: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
     key_file: Path | None = None
     saying: list[Response] = field(default_factory=list)
+    _keys: dict[str, dict[str, str]] = field(default_factory=dict)
+    _old: set[str] = field(default_factory=set)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[FakeTorchServe]:
@@ -136,14 +138,15 @@ class FakeTorchServe:
         ends = "2001-01-01T00:00:00.123456789Z" if expired else "2999-01-01T00:00:00.123456789Z"
         kinds = ("management", "inference")
         keys: dict[str, dict[str, str]] = {kind: {"key": uuid.uuid4().hex, "expiration time": ends} for kind in kinds}
-        self.key_file.write_text(json.dumps({**keys, "API": {"key": "renewing"}}))
+        # As TorchServe, it knows its keys without the file, which is half-written for a moment.
+        self._keys = {**keys, "API": {"key": "renewing"}}
         self._old = {kind for kind in kinds if expired}
+        self.key_file.write_text(json.dumps(self._keys))
 
     def _knows(self, kind: str, request: Request) -> bool:
         if self.key_file is None:
             return True
-        key = json.loads(self.key_file.read_text()).get(kind, {}).get("key")
-        return kind not in self._old and request.headers.get("authorization") == f"Bearer {key}"
+        return kind not in self._old and request.headers.get("authorization") == f"Bearer {self._keys[kind]['key']}"
 
 
 async def _until_gone(receive: Receive, scope: anyio.CancelScope) -> None:

@@ -198,10 +198,16 @@ def test_a_version_by_its_name_and_a_switch_of_the_default(gateway: Opened, torc
     gateway.complete(model="m@2.0")
     assert asked("2.0")
     assert gateway.complete(model="m@3.0")[0] == 404
-    torchserve.default = "2.0"
-    eventually(lambda: json.loads(gateway.ask("GET", "/v1/models/m")[2])["id"] == "m" and ready(gateway))
     torchserve.asked.clear()
-    eventually(lambda: asked("2.0"))
+    torchserve.default = "2.0"
+
+    def told_of_the_new_one() -> bool:
+        # It is never gone from the list meanwhile.
+        assert json.loads(gateway.ask("GET", "/v1/models/m")[2])["id"] == "m"
+        return asked("2.0")
+
+    eventually(told_of_the_new_one)
+    eventually(lambda: ready(gateway))
     # Gone before the gateway has looked again: it looks, and asks the new one.
     torchserve.default, torchserve.versions = "1.0", {"1.0"}
     assert gateway.complete()[0] == 200
@@ -242,7 +248,10 @@ def test_keys_of_torchserve_are_read_and_renewed(tmp_path: Path) -> None:
             assert opened.complete(max_tokens=1)[0] == 200
             torchserve.write_keys(expired=True)
             assert opened.complete(max_tokens=1)[0] == 200
+            # Started again, with its keys elsewhere.
             torchserve.key_file.write_text("{}")
+            torchserve.key_file = tmp_path / "elsewhere.json"
+            torchserve.write_keys(expired=False)
             eventually(lambda: not ready(opened))
 
 

@@ -62,7 +62,8 @@ class Deployment:
     Attributes:
         keys: Those that its TorchServe wants, if it wants any.
         version: The version that answers; None while it is not known.
-        card: The model object of ``/v1/models/NAME``; None before its first answer.
+        card: The model object of ``/v1/models/NAME``; None before its first answer. After a switch it is the old
+            version's until the new one has told its own, for a model that answers is never missing from the list.
         unready: Why it does not answer; None while it does.
     """
 
@@ -76,6 +77,7 @@ class Deployment:
             self.keys = TorchServeKeys(settings.key_file, settings.management, client)
         self.version = settings.version
         self.card: dict[str, Any] | None = None
+        self._card_version: str | None = None
         self.unready: str | None = "it has not been asked yet"
 
     async def look(self) -> None:
@@ -101,8 +103,7 @@ class Deployment:
             version = json.loads(response.body)[0]["modelVersion"]
             if not re.fullmatch(MODEL_NAME, version):
                 raise ValueError("a version that cannot stand in a URL")
-            if version != self.version:
-                self.version, self.card = version, None
+            self.version = version
 
     def header(self, kind: Kind) -> dict[str, str]:
         """What a request to its TorchServe carries."""
@@ -127,10 +128,12 @@ class Deployment:
         response = await self._get(target.address("health"), "inference")
         if response.status != 200:
             return "its engine does not run"
-        if self.card is None:
+        if self._card_version != target.version:
             response = await self._get(target.address(f"v1/models/{self._name}"), "inference")
-            self.card = dict(json.loads(response.body)) if response.status == 200 else None
-        return None if self.card is not None else "it does not say what it is"
+            if response.status != 200:
+                return "it does not say what it is"
+            self.card, self._card_version = dict(json.loads(response.body)), target.version
+        return None
 
     async def _get(self, address: str, kind: Kind) -> _Looked:
         key = self.header(kind)

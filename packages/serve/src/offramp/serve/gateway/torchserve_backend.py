@@ -33,6 +33,8 @@ from offramp.serve.torchserve.key_file import is_about_the_key
 log = logging.getLogger(__name__)
 
 _MAX_ANSWER_BYTES = 64_000_000
+# Well before a server or a proxy between ends a quiet connection: a request that is sent just then is lost.
+_IDLE_CONNECTION_S = 4.0
 _PASSED_ON = ("offramp-version", "offramp-run-id", "offramp-config-hash", "retry-after")
 
 
@@ -56,7 +58,9 @@ class TorchServeBackend:
         async with aiohttp.ClientSession(
             timeout=timeout,
             # Each request that is let in has a connection, and there are some to look after the models.
-            connector=aiohttp.TCPConnector(limit=settings.max_concurrent + 2 * len(settings.models)),
+            connector=aiohttp.TCPConnector(
+                limit=settings.max_concurrent + 2 * len(settings.models), keepalive_timeout=_IDLE_CONNECTION_S
+            ),
             headers={"user-agent": "offramp-gateway", "accept-encoding": "identity"},
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
