@@ -19,20 +19,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import nn
 
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
+from offramp.common.families import check_dtype, make_model, read_config, weight_names
 from offramp.common.file_hash import sha256
 from offramp.common.hf import INDEX, SINGLE, read_json, stored_weights, weight_files, write_weights
-from offramp.common.model.config import ModelConfig
+from offramp.common.model.config import refuse_encoder_decoder
+from offramp.common.model.multi_exit import ConfigT, MultiExitDecoder
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.common.stored_tensor import StoredTensor, read_stored, stored_tensors
+from offramp.common.t5.model import MultiExitT5
 
 SCHEMA_VERSION = 1
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,13 +50,18 @@ _ASSETS = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "spiece.model",
     "chat_template*",
     "LICENSE*",
 )
 
 
+# Covariant, so that the type of the configuration follows from that of the model.
+ModelT_co = TypeVar("ModelT_co", bound="MultiExitDecoder[Any, Any]", covariant=True)
+
+
 @dataclass
-class Checkpoint:
+class CheckpointOf(Generic[ModelT_co]):
     """A model and all that is known about it.
 
     Attributes:
@@ -65,7 +74,7 @@ class Checkpoint:
         sha256: of the files with weights, by name, where `exits.json` lists them.
     """
 
-    model: MultiExitTransformer
+    model: ModelT_co
     hf_config: dict[str, Any]
     policy: ExitPolicy | None = None
     calibration: dict[str, Any] | None = None
@@ -74,7 +83,7 @@ class Checkpoint:
     sha256: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self: CheckpointOf[MultiExitDecoder[ConfigT, Any]]) -> ConfigT:
         """Shape of the model."""
         return self.model.config
 
@@ -91,7 +100,16 @@ class Checkpoint:
         for source in (read_json(generation) if generation and generation.is_file() else {}, self.hf_config):
             ids = source.get("eos_token_id")
             found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not found and isinstance(self.model, MultiExitT5) and "eos_token_id" not in self.hf_config:
+            found.append(1)  # what transformers assumes
         return tuple(dict.fromkeys(int(token) for token in found))
+
+
+Checkpoint = CheckpointOf[MultiExitTransformer]
+"""Of a decoder-only model."""
+
+AnyCheckpoint = CheckpointOf[MultiExitTransformer | MultiExitT5]
+"""Of a model of either family."""
 
 
 def load_checkpoint(
@@ -102,24 +120,43 @@ def load_checkpoint(
     depth: int | None = None,
     verify: bool = True,
 ) -> Checkpoint:
-    """Load a checkpoint directory, or a plain Hugging Face one (a model without early exits).
+    """`load_any_checkpoint` for what works with decoder-only models alone.
+
+    Raises:
+        OfframpError: see there; or the directory holds an encoder-decoder model.
+    """
+    _check_decoder_only(path)  # before weights are read for nothing
+    return cast(Checkpoint, load_any_checkpoint(path, dtype=dtype, exits=exits, depth=depth, verify=verify))
+
+
+def load_any_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    exits: ExitConfig | None = None,
+    depth: int | None = None,
+    verify: bool = True,
+) -> AnyCheckpoint:
+    """Load a checkpoint directory of either family, or a plain Hugging Face one (a model without early exits).
 
     Args:
         path: the directory.
         dtype: convert weights; as stored if None (the narrowest type that loses nothing if files hold several).
         exits: declare exits that need no weights of their own (head `final` or `bare`, tied) on a plain directory, as
             for LayerSkip models, whose exits share the final norm and head.
-        depth: read layers 1 .. `depth` and the exits they reach only; see `MultiExitTransformer.drop_layers_above`.
+        depth: read layers 1 .. `depth` and the exits they reach only; see `MultiExitDecoder.drop_layers_above`.
         verify: compare the hashes in `exits.json`.
 
     Raises:
         OfframpError: anything is missing, superfluous, of another shape, or not what the hashes say.
     """
-    checkpoint, stored = open_checkpoint(path, exits=exits, depth=depth, verify=verify)
+    checkpoint, stored = open_any_checkpoint(path, exits=exits, depth=depth, verify=verify)
     weights = read_stored(stored)
-    checkpoint.model.load_state_dict(weights, assign=True)
     # One type throughout, even where files hold several: the narrowest that loses nothing.
-    checkpoint.model.to(dtype or functools.reduce(torch.promote_types, {w.dtype for w in weights.values()})).eval()
+    dtype = dtype or functools.reduce(torch.promote_types, {w.dtype for w in weights.values()})
+    check_dtype(checkpoint.model.config, dtype)
+    checkpoint.model.load_state_dict(weights, assign=True)
+    checkpoint.model.to(dtype).eval()
     return checkpoint
 
 
@@ -130,12 +167,31 @@ def open_checkpoint(
     depth: int | None = None,
     verify: bool = True,
 ) -> tuple[Checkpoint, dict[str, StoredTensor]]:
-    """As `load_checkpoint`, but nothing is read: the model is on the meta device, and its tensors are named."""
+    """`open_any_checkpoint` for what works with decoder-only models alone."""
+    _check_decoder_only(path)
+    checkpoint, stored = open_any_checkpoint(path, exits=exits, depth=depth, verify=verify)
+    return cast(Checkpoint, checkpoint), stored
+
+
+def _check_decoder_only(path: str | os.PathLike[str]) -> None:
+    config = Path(path) / "config.json"
+    if config.is_file():
+        refuse_encoder_decoder(read_json(config))
+
+
+def open_any_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    exits: ExitConfig | None = None,
+    depth: int | None = None,
+    verify: bool = True,
+) -> tuple[AnyCheckpoint, dict[str, StoredTensor]]:
+    """As `load_any_checkpoint`, but nothing is read: the model is on the meta device, and its tensors are named."""
     directory = Path(path)
     if not directory.is_dir():
         raise OfframpError(f"{directory} is not a directory; give a checkpoint directory.")
     hf_config = read_json(directory / "config.json")
-    config = ModelConfig.from_hf(hf_config)
+    config = read_config(hf_config, directory)
     if exits is not None and not (exits.head in ("bare", "final") and exits.tied):
         raise OfframpError(f"exits with head {exits.head!r} need weights; add them with `offramp import --exits`.")
     record = _read_record(directory, verify) if (directory / EXITS_JSON).is_file() else {}
@@ -146,12 +202,14 @@ def open_checkpoint(
         )
     exits = exits if exits is not None else own  # a record without exits only says where the weights come from
     with torch.device("meta"):
-        model = MultiExitTransformer(config, exits)
+        model = make_model(config, exits)
     above: tuple[str, ...] = ()
     if depth is not None:
         model.drop_layers_above(depth)
         above = names_above(model)
-    stored = stored_weights(directory, config.tie_word_embeddings, lambda name: not name.startswith(above))
+    stored = stored_weights(
+        directory, config.tie_word_embeddings, lambda name: not name.startswith(above), weight_names(config)
+    )
     if (directory / EXITS_WEIGHTS).is_file():
         heads = _stored_exit_weights(directory / EXITS_WEIGHTS)
         stored |= {name: tensor for name, tensor in heads.items() if not name.startswith(above)}
@@ -159,7 +217,7 @@ def open_checkpoint(
     policy = ExitPolicy.from_json(record["policy"]) if record.get("policy") else None
     if policy is not None:
         policy.check(exits.layers, config.vocab_size)
-    checkpoint = Checkpoint(
+    checkpoint = CheckpointOf(
         model=model.eval(),
         hf_config=hf_config,
         policy=policy,
@@ -171,7 +229,7 @@ def open_checkpoint(
     return checkpoint, stored
 
 
-def names_above(model: MultiExitTransformer) -> tuple[str, ...]:
+def names_above(model: MultiExitDecoder[Any, Any]) -> tuple[str, ...]:
     """What the names of parameters begin with that belong to layers or exits which `model` dropped."""
     layers = [f"layers.{index}." for index in range(model.depth, model.config.num_layers)]
     return (*layers, *(f"exits.{layer}." for layer in model.exit_config.layers if layer > model.depth))
@@ -179,7 +237,7 @@ def names_above(model: MultiExitTransformer) -> tuple[str, ...]:
 
 def save_checkpoint(
     path: str | os.PathLike[str],
-    checkpoint: Checkpoint,
+    checkpoint: AnyCheckpoint,
     *,
     assets: str | os.PathLike[str] | None = None,
     backbone: Path | None = None,
@@ -200,7 +258,8 @@ def save_checkpoint(
         state = checkpoint.model.state_dict()
         heads = {name: tensor.cpu().contiguous() for name, tensor in state.items() if name.startswith(_EXIT_PREFIX)}
         if backbone is None:
-            write_weights(scratch, {name: tensor for name, tensor in state.items() if name not in heads})
+            weights = {name: tensor for name, tensor in state.items() if name not in heads}
+            write_weights(scratch, weights, names=weight_names(checkpoint.model.config))
         else:
             files = weight_files(backbone)
             for file in files if files[0].name == SINGLE else [*files, backbone / INDEX]:
@@ -221,7 +280,7 @@ def save_checkpoint(
     return target
 
 
-def write_record(directory: Path, checkpoint: Checkpoint) -> None:
+def write_record(directory: Path, checkpoint: AnyCheckpoint) -> None:
     """Write `exits.json` for the weights that lie in `directory` (a new policy or calibration needs nothing else)."""
     record = {
         "schema_version": SCHEMA_VERSION,
@@ -286,7 +345,7 @@ def _stored_exit_weights(file: Path) -> dict[str, StoredTensor]:
     return weights
 
 
-def _check_tensors(directory: Path, model: MultiExitTransformer, stored: Mapping[str, StoredTensor]) -> None:
+def _check_tensors(directory: Path, model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if missing := sorted(expected.keys() - stored.keys()):
         raise OfframpError(

@@ -9,22 +9,29 @@ What a KV policy means is plain where nothing is cached:
 - `static`: one layer says every token, so nobody ever looks above it.
 - `full`: the last layer says every token.
 
+An encoder-decoder model reads its prompt once, as the source. What it writes begins with the token its decoder starts
+with, which runs all layers as a prompt does.
+
 Legend: T time, D model, V vocabulary, L layers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from offramp.common.exits.confidence import confidence
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.attention import Layout
+from offramp.common.model.multi_exit import MultiExitDecoder
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.common.t5.model import MultiExitT5
 
 
 @dataclass
@@ -44,7 +51,7 @@ class Generation:
 
 
 def generate(
-    model: MultiExitTransformer,
+    model: MultiExitTransformer | MultiExitT5,
     prompt_ids: Sequence[int],
     max_new_tokens: int,
     *,
@@ -59,7 +66,8 @@ def generate(
 
     Args:
         model: in evaluation mode.
-        prompt_ids: at least one token. The prompt never exits early, so the first new token comes from the full model.
+        prompt_ids: at least one token; an encoder-decoder model's source. The prompt never exits early, so the first
+            new token comes from the full model.
         max_new_tokens: most tokens to generate.
         kv_policy: what upper layers see of a token that left early, and so what an early exit may change.
         policy: exits to take; None runs the full model. Not asked under `full` and `static`.
@@ -78,7 +86,7 @@ def generate(
     elif kv_policy == "static":
         assert static_layer is not None
         policy = ExitPolicy("cosine", {static_layer: -math.inf})  # any confidence will do
-    text = _Text(model, list(prompt_ids), max_new_tokens, frozenset(eos_ids), rope_length)
+    text = _text(model, list(prompt_ids), max_new_tokens, frozenset(eos_ids), rope_length)
     if kv_policy == "verify":
         return _verified(text, policy, max_pending)
     if kv_policy == "recompute":
@@ -88,17 +96,49 @@ def generate(
 
 @dataclass(frozen=True)
 class _Text:
-    """What is to be continued, and when it ends."""
+    """What is to be continued, and when it ends.
 
-    model: MultiExitTransformer
+    Attributes:
+        model: that continues it.
+        prompt: tokens [P] it begins with.
+        max_new_tokens: most tokens that follow.
+        eos_ids: tokens that end it.
+        lay_out: the layout of tokens [1, T] with the depths [1, T] at which they are frozen.
+    """
+
+    model: MultiExitDecoder[Any, Any]
     prompt: list[int]
     max_new_tokens: int
     eos_ids: frozenset[int]
-    rope_length: int | None
+    lay_out: Callable[[Tensor, Tensor | None], Any]
 
     def is_complete(self, new: Sequence[int]) -> bool:
         """Whether nothing follows these new tokens."""
         return len(new) >= self.max_new_tokens or (bool(new) and new[-1] in self.eos_ids)
+
+
+@torch.inference_mode()
+def _text(
+    model: MultiExitTransformer | MultiExitT5,
+    prompt: list[int],
+    max_new_tokens: int,
+    eos_ids: frozenset[int],
+    rope_length: int | None,
+) -> _Text:
+    if isinstance(model, MultiExitTransformer):
+        config = model.config
+        return _Text(
+            model,
+            prompt,
+            max_new_tokens,
+            eos_ids,
+            lambda ids, depths: Layout.build(config, ids, None, depths, rope_length),
+        )
+    encoded = model.encode(torch.tensor([prompt], device=model.embed_tokens.weight.device))
+    start = [model.config.decoder_start_token_id]
+    return _Text(
+        model, start, max_new_tokens, eos_ids, lambda ids, depths: model.layout(encoded, ids, exit_depths=depths)
+    )
 
 
 def _generated(
@@ -174,7 +214,7 @@ def _next_token(
     device = model.embed_tokens.weight.device
     ids = torch.tensor([text.prompt + new], device=device)
     frozen = None if depths is None else torch.tensor([depths], device=device)
-    layout = Layout.build(model.config, ids, None, frozen, text.rope_length)
+    layout = text.lay_out(ids, frozen)
     h = model.embed(ids)
     for layer in range(1, num_layers):
         previous, h = h, model.run_layers(h, layer - 1, layer, layout)

@@ -1,12 +1,10 @@
-"""Reading and writing the plain Hugging Face part of a checkpoint directory: config, weights, and their names.
-
-Our parameter names are Hugging Face's without the leading `model.`, so the mapping is that prefix and nothing else.
-"""
+"""Reading and writing the plain Hugging Face part of a checkpoint directory: config, weights, and their names."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,30 @@ from torch import Tensor
 from offramp.common.errors import OfframpError
 from offramp.common.stored_tensor import StoredTensor, open_safetensors, read_stored, stored_tensors
 
+
+@dataclass(frozen=True)
+class WeightNames:
+    """What tensors are called in Hugging Face's files, and here.
+
+    Attributes:
+        own: a name in files -> our name; None: the tensor holds nothing that is not known otherwise. A name that is not
+            understood stays as it is, so that it is reported.
+        stored: our name -> the name in files that are written.
+    """
+
+    own: Callable[[str], str | None]
+    stored: Callable[[str], str]
+
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Buffers that old Llama checkpoints carry; they are derived from the config and hold nothing.
 _DERIVED = ("rotary_emb.inv_freq",)
+
+DECODER_ONLY_NAMES = WeightNames(
+    own=lambda name: None if name.endswith(_DERIVED) else name.removeprefix("model."),
+    stored=lambda name: name if name.startswith("lm_head.") else f"model.{name}",
+)
+"""Ours are Hugging Face's without the leading `model.`."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -64,19 +83,37 @@ def read_tensors(file: Path, wanted: Callable[[str], bool] | None = None) -> dic
         return {name: handle.get_tensor(name) for name in names}
 
 
-def stored_weights(directory: Path, tied: bool, wanted: Callable[[str], bool] | None = None) -> dict[str, StoredTensor]:
+def stored_names(directory: Path) -> set[str]:
+    """Names of all tensors in the files with weights."""
+    return {name for file in weight_files(directory) for name in stored_tensors(file)}
+
+
+def stored_weights(
+    directory: Path,
+    tied: bool,
+    wanted: Callable[[str], bool] | None = None,
+    names: WeightNames = DECODER_ONLY_NAMES,
+) -> dict[str, StoredTensor]:
     """Backbone weights under our names, not read yet.
 
     Args:
         directory: with `model.safetensors` or shards.
         tied: the config says that the unembedding is the embedding; a stored copy must then be equal, and is left out.
         wanted: which of our names; None is all of them.
+        names: of the model's family.
     """
     found: dict[str, StoredTensor] = {}
     for file in weight_files(directory):
         for name, tensor in stored_tensors(file).items():
-            if not name.endswith(_DERIVED) and (wanted is None or wanted(_own_name(name))):
-                found[_own_name(name)] = tensor
+            own = names.own(name)
+            if own is None or not (wanted is None or wanted(own)):
+                continue
+            if own in found and not tensor.equals(found[own]):
+                raise OfframpError(
+                    f"{directory}: the stored tensor {name!r} is a copy of another one and differs from it; save the "
+                    "model again with transformers (save_pretrained)."
+                )
+            found[own] = tensor
     if tied and "lm_head.weight" in found:
         head = found.pop("lm_head.weight")
         if "embed_tokens.weight" in found and not head.equals(found["embed_tokens.weight"]):
@@ -92,19 +129,17 @@ def read_weights(directory: Path, tied: bool, wanted: Callable[[str], bool] | No
     return read_stored(stored_weights(directory, tied, wanted))
 
 
-def _own_name(name: str) -> str:
-    return name.removeprefix("model.")
-
-
-def write_weights(directory: Path, weights: Mapping[str, Tensor], max_shard_size: str = "5GB") -> None:
+def write_weights(
+    directory: Path,
+    weights: Mapping[str, Tensor],
+    max_shard_size: str = "5GB",
+    names: WeightNames = DECODER_ONLY_NAMES,
+) -> None:
     """Write backbone weights (our names) as Hugging Face does: one file, or shards and an index."""
-    named = {
-        (name if name.startswith("lm_head.") else f"model.{name}"): tensor.detach().cpu().contiguous()
-        for name, tensor in weights.items()
-    }
+    named = {names.stored(name): tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     split = split_torch_state_dict_into_shards(named, max_shard_size=max_shard_size)
-    for file, names in split.filename_to_tensors.items():
-        save_file({name: named[name] for name in names}, directory / file, metadata={"format": "pt"})
+    for file, inside in split.filename_to_tensors.items():
+        save_file({name: named[name] for name in inside}, directory / file, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -16,11 +16,19 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from offramp.common.checkpoint import DTYPES, EXITS_JSON, Checkpoint, load_checkpoint, save_checkpoint
+from offramp.common.checkpoint import (
+    DTYPES,
+    EXITS_JSON,
+    AnyCheckpoint,
+    Checkpoint,
+    load_any_checkpoint,
+    save_checkpoint,
+)
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig, HeadKind
+from offramp.common.families import AnyModel, make_model
 from offramp.common.hf import read_json
-from offramp.common.model.transformer import MultiExitTransformer
+from offramp.common.t5.config import T5Config
 
 Init = Literal["copy", "random"]
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -28,7 +36,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 # What a directory needs and nothing else: no pickled weights, no original/ copies in other formats, no code.
 _HUB_FILES = [
     *("*.json", "model*.safetensors", "exits.safetensors"),
-    *("tokenizer.model", "merges.txt", "chat_template*", "LICENSE*"),
+    *("tokenizer.model", "merges.txt", "spiece.model", "chat_template*", "LICENSE*"),
 ]
 
 
@@ -38,7 +46,7 @@ class NewExits:
 
     Attributes:
         config: which and of what kind.
-        init: see `MultiExitTransformer.initialise_exits`.
+        init: see `MultiExitDecoder.initialise_exits`.
         norm_scale: see there.
         seed: of random weights.
     """
@@ -61,7 +69,7 @@ def import_model(
     replace_exits: bool = False,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
-) -> Checkpoint:
+) -> AnyCheckpoint:
     """Make a checkpoint directory.
 
     Args:
@@ -80,7 +88,7 @@ def import_model(
         OfframpError: the source cannot be found or is not supported, it has exits at the same layers or of another kind
             and `replace_exits` is not given, or `out` is in the way.
     """
-    with _resolve(source) as (checkpoint, provenance):
+    with _resolve(source, dtype) as (checkpoint, provenance):
         if exits is not None:
             if replace_exits:
                 checkpoint.policy = checkpoint.calibration = None
@@ -98,11 +106,11 @@ def import_model(
 
 
 @contextmanager
-def _resolve(source: str) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
+def _resolve(source: str, dtype: torch.dtype | None) -> Iterator[tuple[AnyCheckpoint, dict[str, Any]]]:
     """The model behind a source and where it comes from; its files stay in reach inside the context only."""
     path = Path(source).expanduser()
     if path.is_dir():
-        yield load_checkpoint(path), {}
+        yield load_any_checkpoint(path, dtype=dtype), {}
     elif path.suffix.lower() == ".gguf" or path.is_file():
         if not path.is_file():
             raise OfframpError(f"{path} does not exist; give the path of a GGUF file.")
@@ -112,7 +120,7 @@ def _resolve(source: str) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
         with _from_gguf(file) as found:
             yield found
     else:
-        yield load_checkpoint(_download(source)), {}
+        yield load_any_checkpoint(_download(source), dtype=dtype), {}
 
 
 def _find_in_package(name: str) -> Path | None:
@@ -171,14 +179,18 @@ def _check_fit(source: str, old: ExitConfig, new: ExitConfig) -> None:
         )
 
 
-def _with_exits(model: MultiExitTransformer, exits: NewExits, kept: tuple[int, ...]) -> MultiExitTransformer:
+def _with_exits(model: AnyModel, exits: NewExits, kept: tuple[int, ...]) -> AnyModel:
     """The same backbone and the exits `kept`, their tensors shared, with fresh exits."""
     exits.config.check(model.config.num_layers)
-    shared = ("embed_tokens.", "layers.", "norm.", "lm_head.", *(f"exits.{layer}." for layer in kept))
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(shared)}
+    shared = tuple(f"exits.{layer}." for layer in kept)
+    weights = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name.startswith(shared) or not name.startswith("exits.")
+    }
     config = replace(exits.config, layers=tuple(sorted({*kept, *exits.config.layers})))
     with torch.device("meta"):
-        grown = MultiExitTransformer(model.config, config)
+        grown = make_model(model.config, config)
     grown.load_state_dict(
         {name: weights[name] for name in weights if not name.startswith("exits.")}, strict=False, assign=True
     )
@@ -209,8 +221,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="offramp import",
         description="Turn a Hugging Face or GGUF model into a checkpoint directory, with exits declared or added. The "
-        "result is still an ordinary Hugging Face directory: AutoModelForCausalLM.from_pretrained(OUT) loads it and "
-        "sees the final exit.",
+        "result is still an ordinary Hugging Face directory: transformers' from_pretrained(OUT) loads it and sees the "
+        "final exit.",
     )
     add = parser.add_argument
     add(
@@ -263,11 +275,11 @@ def main(argv: list[str]) -> int:
     started = time.monotonic()
     new = None
     if chosen.exits is not None:
-        config = ExitConfig(chosen.exits, chosen.head, not chosen.untied, chosen.adapter_dim)
+        exits = ExitConfig(chosen.exits, chosen.head, not chosen.untied, chosen.adapter_dim)
         own = None if chosen.replace_exits else _own_exits(chosen.source)
         if own is not None and not set(given) & _KIND:
-            config = replace(own, layers=config.layers)
-        new = NewExits(config, chosen.init, chosen.norm_scale, chosen.seed)
+            exits = replace(own, layers=exits.layers)
+        new = NewExits(exits, chosen.init, chosen.norm_scale, chosen.seed)
     made = import_model(
         chosen.source,
         chosen.out,
@@ -276,14 +288,15 @@ def main(argv: list[str]) -> int:
         dtype=DTYPES[chosen.dtype] if chosen.dtype else None,
         overwrite=chosen.overwrite,
     )
+    config = made.model.config
     parameters = sum(parameter.numel() for parameter in made.model.parameters())
     if chosen.as_json:
         print(
             json.dumps(
                 {
                     "path": str(chosen.out),
-                    "model_type": made.config.model_type,
-                    "num_layers": made.config.num_layers,
+                    "model_type": config.model_type,
+                    "num_layers": config.num_layers,
                     "parameters": parameters,
                     "dtype": str(made.model.norm.weight.dtype).removeprefix("torch."),
                     "exits": made.exits.to_json(),
@@ -293,10 +306,10 @@ def main(argv: list[str]) -> int:
         )
     else:
         places = f"exits at {', '.join(map(str, made.exits.layers))}" if made.exits.layers else "no early exits"
-        print(
-            f"{chosen.out}: {made.config.model_type}, {made.config.num_layers} layers, {places}, "
-            f"{parameters / 1e6:.1f} M parameters"
-        )
+        layers = f"{config.num_layers} layers"
+        if isinstance(config, T5Config):
+            layers = f"{config.num_encoder_layers} encoder and {config.num_layers} decoder layers"
+        print(f"{chosen.out}: {config.model_type}, {layers}, {places}, {parameters / 1e6:.1f} M parameters")
         if made.provenance.get("dequantised"):
             kinds = ", ".join(made.provenance["gguf_tensor_types"])
             print(f"weights are dequantised ({kinds}) from {made.provenance['gguf']}")

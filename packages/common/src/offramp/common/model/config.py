@@ -11,6 +11,8 @@ from offramp.common.errors import OfframpError
 ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeType = Literal["default", "linear", "dynamic", "llama3"]
 
+_ENCODER_DECODER = ("t5",)
+
 # What transformers assumes where a config.json is silent, as far as it is not the same for all.
 _SILENT: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -107,9 +109,11 @@ class ModelConfig:
             OfframpError: the architecture or one of its options is not supported, or a field is missing.
         """
         model_type: Any = hf.get("model_type")
+        refuse_encoder_decoder(hf)
         if model_type not in get_args(ModelType):
             raise OfframpError(
-                f"model_type {model_type!r} is not supported; Offramp knows {', '.join(get_args(ModelType))}."
+                f"model_type {model_type!r} is not supported; Offramp knows {', '.join(get_args(ModelType))} and "
+                f"{', '.join(_ENCODER_DECODER)}."
             )
         if (activation := hf.get("hidden_act", "silu")) != "silu":
             raise OfframpError(f"hidden_act {activation!r} is not supported; only 'silu' is.")
@@ -151,6 +155,15 @@ class ModelConfig:
             ) from None
         except (TypeError, ValueError) as fault:
             raise OfframpError(f"config.json is not understood: {fault}.") from None
+
+
+def refuse_encoder_decoder(hf: Mapping[str, Any]) -> None:
+    """Raise `OfframpError` where a configuration is one of an encoder-decoder model."""
+    if (model_type := hf.get("model_type")) in _ENCODER_DECODER:
+        raise OfframpError(
+            f"model_type {model_type!r} is an encoder-decoder model, which only `offramp import` and `offramp "
+            f"generate` take so far; training and serving need a decoder-only model ({', '.join(get_args(ModelType))})."
+        )
 
 
 def _sliding_window(hf: Mapping[str, Any]) -> int | None:

@@ -5,15 +5,29 @@ Legend: B batch, T time, N packed tokens, D model, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
-from offramp.common.model.attention import Layout
 from offramp.common.model.block import MLP, Block
 from offramp.common.model.config import ModelConfig
+from offramp.common.model.layout import BatchLayout
 from offramp.common.model.norm import RMSNorm
+
+
+class HeadShape(Protocol):
+    """What a head must know of a family's configuration."""
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def rms_norm_eps(self) -> float: ...  # noqa: D102
 
 
 class Adapter(nn.Module):
@@ -43,17 +57,25 @@ class Adapter(nn.Module):
 class ExitHead(nn.Module):
     """One early exit. Its unembedding is its own (`unembed`), or the model's when tied."""
 
-    def __init__(self, config: ModelConfig, exits: ExitConfig) -> None:
+    def __init__(self, config: HeadShape, exits: ExitConfig) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.adapter = Adapter(size, exits.adapter_dim, eps) if exits.head == "adapter" else None
-        self.mlp_norm = RMSNorm(size, eps) if exits.head == "mlp" else None
-        self.mlp = MLP(config) if exits.head == "mlp" else None
-        self.block = Block(config) if exits.head == "block" else None
+        self.mlp_norm = self.mlp = self.block = None
+        if exits.head in ("mlp", "block"):
+            if not isinstance(config, ModelConfig):
+                raise OfframpError(
+                    f"exit head {exits.head!r} is made for decoder-only models; choose bare, final, norm or adapter "
+                    "for an encoder-decoder model."
+                )
+            if exits.head == "mlp":
+                self.mlp_norm, self.mlp = RMSNorm(size, eps), MLP(config)
+            else:
+                self.block = Block(config)
         self.norm = RMSNorm(size, eps) if exits.head not in ("bare", "final") else None
         self.unembed = None if exits.tied else nn.Linear(size, config.vocab_size, bias=False)
 
-    def transform(self, h: Tensor, layout: Layout | None = None) -> Tensor:
+    def transform(self, h: Tensor, layout: BatchLayout | None = None) -> Tensor:
         """The state [..., D] that the unembedding reads, before `final`'s shared norm.
 
         Args:
@@ -72,7 +94,7 @@ class ExitHead(nn.Module):
 
     @torch.no_grad()
     def copy_from(
-        self, final_norm: RMSNorm, block: Block, last_block: Block, unembedding: Tensor, scale: float
+        self, final_norm: RMSNorm, block: nn.Module, last_block: nn.Module, unembedding: Tensor, scale: float
     ) -> None:
         """Start from weights the model already has (EE-Tuning, section 3).
 
@@ -85,6 +107,7 @@ class ExitHead(nn.Module):
             self.adapter.norm.weight.fill_(1.0)
             self.adapter.proj.weight.zero_()
         if self.mlp is not None and self.mlp_norm is not None:
+            assert isinstance(block, Block)
             self.mlp.load_state_dict(block.mlp.state_dict())
             self.mlp_norm.load_state_dict(block.post_attention_layernorm.state_dict())
         if self.block is not None:

@@ -23,7 +23,8 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.model.attention import Layout
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.exit_head import ExitHead
-from offramp.common.model.transformer import MultiExitTransformer, run_layer
+from offramp.common.model.multi_exit import run_layer
+from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.losses import ExitReader
 from offramp.train.vocabulary import VocabularyShard
 
