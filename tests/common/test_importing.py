@@ -187,7 +187,7 @@ def test_a_package_is_searched_and_not_imported(tmp_path: Path, monkeypatch: pyt
     assert find_in_package("llm-tiny") == find_in_package("llm_tiny") == package / "tiny.gguf"
     assert find_in_package("llm-small") is None
     assert "llm_tiny" not in sys.modules
-    assert import_model("llm-tiny", tmp_path / "out").config == tiny_model().config
+    assert import_model("llm-tiny", tmp_path / "out").model.config == tiny_model().config
 
 
 def test_a_hub_name_is_fetched_without_pickles_or_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
