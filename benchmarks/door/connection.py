@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,12 @@ class Connection:
         self._reader = reader
         self._writer = writer
         self.open = True
+        self._used = time.monotonic()
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last response, or the beginning."""
+        return time.monotonic() - self._used
 
     @classmethod
     async def to(cls, port: int) -> Connection:
@@ -84,10 +91,11 @@ class Connection:
         """
         if "content-length" in head.headers:
             yield await self._reader.readexactly(int(head.headers["content-length"]))
-            return
-        while size := int(await self._reader.readuntil(b"\r\n"), 16):
-            yield (await self._reader.readexactly(size + 2))[:-2]
-        await self._reader.readexactly(2)
+        else:
+            while size := int(await self._reader.readuntil(b"\r\n"), 16):
+                yield (await self._reader.readexactly(size + 2))[:-2]
+            await self._reader.readexactly(2)
+        self._used = time.monotonic()
 
     async def body(self, head: Head) -> bytes:
         """All of it."""

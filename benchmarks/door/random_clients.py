@@ -23,6 +23,9 @@ from offramp.serve.served_model import ServedModel
 ANSWER_LIMIT_S = 120.0
 """Nobody may wait longer for an answer: then it hangs."""
 
+KEPT_S = 5.0
+"""A connection that has been quiet for longer is not used again: the door may just be closing it."""
+
 MAX_FAULTS = 20
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -216,12 +219,16 @@ async def load(
     end = time.monotonic() + seconds
     asking = [_Client(door, questions, outcome, seed + number).run(end) for number in range(clients)]
     tasks = [asyncio.create_task(one) for one in asking]
+    told = 0
     while tasks:
         done, left = await asyncio.wait(tasks, timeout=60)
         for task in done:
             task.result()
         tasks = list(left)
         say(f"{end - time.monotonic():5.0f} s to go: {dict(outcome.counts)}")
+        for fault in outcome.faults[told:]:
+            say(f"      {fault}")
+        told = len(outcome.faults)
     return outcome
 
 
@@ -319,7 +326,7 @@ class _Client:
 
     async def _send(self, octets: bytes) -> tuple[Connection, Head]:
         """On the connection that is kept, if it is: one that answers in the wrong order would show."""
-        if self._kept is None or not self._kept.open:
+        if self._kept is None or not self._kept.open or self._kept.quiet_s > KEPT_S:
             self._kept = await Connection.to(self._door.port)
         await self._kept.send(octets)
         return self._kept, await self._kept.head()
