@@ -12,6 +12,7 @@ import pytest
 from helpers.openai_service import CHAT, COMPLETIONS, Engine, answer, body, card, chat_body, collect, events, refusal
 from helpers.tiny import tiny_tokenizer
 from offramp.serve.engine_thread import EngineThread
+from offramp.serve.protocol import prompts
 from offramp.serve.protocol.replies import Complete, Generation
 from offramp.serve.protocol.service import OpenAIService
 
@@ -104,6 +105,26 @@ def test_a_prompt_longer_than_the_context_names_both_lengths(service: OpenAIServ
     error = refusal(service.open(COMPLETIONS, body(prompt=[4] * 100), "1"), 400)
     assert "100 tokens, which leaves none for an answer" in error["message"]
     assert refusal(service.open(CHAT, chat_body("x" * 500), "1"), 400)["param"] == "messages"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_prompt_far_too_long_is_refused_after_its_beginning(
+    service: OpenAIService, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(prompts, "encode_text", lambda _, text, **options: given.append(len(text)) or [4] * len(text))
+    text = "x" * 100_000
+    error = refusal(service.open(path, body(prompt=text) if path == COMPLETIONS else chat_body(text), "1"), 400)
+    assert (error["code"], given) == ("context_length_exceeded", [640])
+    assert "80 tokens together, but your prompt has more than 640" in error["message"]
+
+
+def test_many_characters_may_be_few_tokens(service: OpenAIService, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(prompts, "encode_text", lambda _, text, **options: given.append(len(text)) or [4, 5])
+    reply = service.open(COMPLETIONS, body(prompt=" " * 5000, max_tokens=1), "1")
+    assert isinstance(reply, Generation)
+    assert given[-1] == 5000
 
 
 def test_a_request_that_can_never_fit_the_cache_is_400(service: OpenAIService) -> None:

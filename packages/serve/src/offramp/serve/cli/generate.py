@@ -347,7 +347,7 @@ def _encode(engine: Engine, prompt: _Prompt) -> list[int]:
         else:
             # Conversations are read as the server reads them.
             body = parse_body(ChatBody, {"model": "offline", "messages": prompt.content})
-            tokens = encode_chat(body, engine.tokenizer)
+            tokens = encode_chat(body, engine.tokenizer, min(engine.max_model_len, engine.cache_tokens))
     except (ApiError, OfframpError) as fault:
         raise OfframpError(f"{prompt.place}: {fault}") from None
     if not tokens:

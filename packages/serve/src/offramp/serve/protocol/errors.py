@@ -83,6 +83,21 @@ def prompt_too_long(num_tokens: int, max_tokens: int | None, limit: int, param: 
     )
 
 
+def prompt_far_too_long(num_tokens: int, limit: int, param: str) -> ApiError:
+    """400: the same, found before all of the prompt had been looked at.
+
+    Args:
+        num_tokens: Length in tokens of what has been looked at.
+        limit: The most that there may be.
+        param: The field that carries the prompt.
+    """
+    return bad_request(
+        f"Prompt and answer may have {limit} tokens together, but your prompt has more than {num_tokens}; shorten it.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     """404: a model that is not served here."""
     return ApiError(404, f"The model {name!r} does not exist; served here: {served!r}.", code="model_not_found")

@@ -5,28 +5,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offramp.common.tokenizer import encode_text
-from offramp.serve.protocol.errors import ApiError, bad_request
+from offramp.serve.protocol.errors import ApiError, bad_request, prompt_far_too_long
 from offramp.serve.protocol.requests import ChatBody, CompletionBody, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+CHARACTERS_PER_TOKEN = 8
+"""More than most texts have; how much of a long one is encoded before all of it is."""
 
-def encode_prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[list[int]]:
+
+def encode_prompts(
+    body: CompletionBody, tokenizer: PreTrainedTokenizerBase, vocab_size: int, limit: int
+) -> list[list[int]]:
     """Token ids of every prompt: text as the tokenizer encodes plain text (its own rule for BOS, once), ids as given.
 
     Args:
         body: The request.
         tokenizer: The model's tokenizer.
         vocab_size: Number of rows of the model's embedding.
+        limit: The most tokens of a prompt that can be answered.
 
     Raises:
-        ApiError: 400 for a prompt without tokens and for an id outside the vocabulary.
+        ApiError: 400 for a prompt without tokens, for an id outside the vocabulary, and for a text that is so much
+            too long that nobody need know how long.
     """
     encoded: list[list[int]] = []
     for index, prompt in enumerate(body.prompt):
-        ids = encode_text(tokenizer, prompt) if isinstance(prompt, str) else prompt
         where = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
+        ids = _encode(tokenizer, prompt, limit, where) if isinstance(prompt, str) else prompt
         if not ids:
             raise bad_request(f"Invalid value for '{where}': it has no tokens.", param=where)
         for token in ids:
@@ -38,14 +45,15 @@ def encode_prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, voc
     return encoded
 
 
-def encode_chat(body: ChatBody, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a conversation.
+def encode_chat(body: ChatBody, tokenizer: PreTrainedTokenizerBase, limit: int) -> list[int]:
+    """Token ids of a conversation, which may have `limit` of them.
 
     The template writes the model's special tokens itself, so its text is encoded without added ones: two BOS tokens
     are not what any model was trained on.
 
     Raises:
-        ApiError: 400 without a template, and with the template's own message when it refuses the conversation.
+        ApiError: 400 without a template, with the template's own message when it refuses the conversation, and for one
+            that is far too long.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise _refused(
@@ -57,10 +65,27 @@ def encode_chat(body: ChatBody, tokenizer: PreTrainedTokenizerBase) -> list[int]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: it may raise anything, and only this request is at fault
         raise _refused(f"The chat template refuses these messages: {error}") from error
-    ids = encode_text(tokenizer, str(text), add_special_tokens=False)
+    ids = _encode(tokenizer, str(text), limit, "messages", add_special_tokens=False)
     if not ids:
         raise _refused("The chat template made no tokens of these messages.")
     return ids
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, limit: int, where: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    """Token ids of a text.
+
+    A body's four megabytes take a tokenizer seconds, and others wait meanwhile. So the beginning of a long text is
+    encoded first: where that alone has twice as many tokens as there may be, the whole has too many.
+    """
+    characters = CHARACTERS_PER_TOKEN * limit
+    while characters < len(text):
+        ids = encode_text(tokenizer, text[:characters], add_special_tokens=add_special_tokens)
+        if len(ids) > 2 * limit:
+            raise prompt_far_too_long(len(ids), limit, where)
+        characters *= 4  # long runs of one character are few tokens
+    return encode_text(tokenizer, text, add_special_tokens=add_special_tokens)
 
 
 def _template_message(message: Message) -> dict[str, str]:

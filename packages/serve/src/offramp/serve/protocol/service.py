@@ -86,6 +86,7 @@ class OpenAIService:
         self._thread = thread
         self._tokenizer = tokenizer
         self._check = check
+        self._limit = min(card.max_model_len, card.cache_tokens)
         self._endpoints: dict[str, Callable[[str, bytes], Complete | Generation]] = {
             "v1/models": lambda reply_id, body: self._models(),
             f"v1/models/{card.name}": lambda reply_id, body: Complete(200, encode(card.to_json())),
@@ -136,7 +137,7 @@ class OpenAIService:
         self._check_model(parsed)
         sequences = parsed.best_of or parsed.n
         self._check_count(len(parsed.prompt), sequences)
-        prompts = encode_prompts(parsed, self._tokenizer, self.card.vocab_size)
+        prompts = encode_prompts(parsed, self._tokenizer, self.card.vocab_size, self._limit)
         budgets = [self._budget(len(ids), parsed.max_tokens, DEFAULT_COMPLETION_TOKENS, "prompt") for ids in prompts]
         echoes = prompt_logprobs = None
         if parsed.echo:
@@ -160,7 +161,7 @@ class OpenAIService:
         parsed = parse_body(ChatBody, decode_body(body))
         self._check_model(parsed)
         self._check_count(1, parsed.n)
-        ids = encode_chat(parsed, self._tokenizer)
+        ids = encode_chat(parsed, self._tokenizer, self._limit)
         asked = parsed.max_completion_tokens if parsed.max_tokens is None else parsed.max_tokens
         budget = self._budget(len(ids), asked, DEFAULT_CHAT_TOKENS, "messages")
         logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
@@ -287,7 +288,7 @@ class OpenAIService:
             if num_tokens + wanted > limit:
                 alone = num_tokens + min(wanted, 1) > limit  # not even one more would fit
                 raise prompt_too_long(num_tokens, None if alone else asked, limit, param, what)
-        room = min(self.card.max_model_len, self.card.cache_tokens) - num_tokens
+        room = self._limit - num_tokens
         return min(default, room) if asked is None else asked
 
     def _token_text(self, token: int) -> str:
