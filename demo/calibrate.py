@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offramp.common.checkpoint import Checkpoint
 from offramp.common.exits.confidence import confidence
-from offramp.common.exits.policy import ExitPolicy
+from offramp.common.exits.policy import STATE_MEASURES, ExitPolicy
 from offramp.serve.engine import Engine
 from offramp.serve.offline import Completion, generate
 from offramp.serve.request.exit_options import ExitOptions
@@ -165,11 +165,11 @@ def _teacher_forced(
             logits = F.linear(state, model.unembedding(layer))
             best = logits.float().argmax(dim=-1)
             measured, may_leave = logits, torch.ones_like(best, dtype=torch.bool)
-            if shortlist is not None and template.measure != "cosine":
+            if shortlist is not None and template.measure not in STATE_MEASURES:
                 measured = logits[:, list(shortlist)]
                 # A token that is not on the shortlist never leaves, so it says nothing about a threshold.
                 may_leave = torch.tensor(shortlist)[measured.float().argmax(dim=-1)] == best
-            sure = confidence(template.measure, measured, h[0, where], before[0, where])
+            sure = confidence(template.measure, measured, h[0, where], before[0, where], model.exit_classifier(layer))
             rows.append((sure[may_leave], (best == said)[may_leave]))
         on_progress("exits along the full-depth texts", number + 1, len(prompts))
     return {

@@ -17,11 +17,11 @@ from offramp.common.errors import OfframpError
 from offramp.common.exits.confidence import confidence
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy, Measure
-from offramp.common.model.exit_head import ExitHead
+from offramp.common.model.exit_head import ExitClassifier, ExitHead
 from offramp.common.model.norm import RMSNorm
 from offramp.common.model.transformer import MultiExitTransformer
 
-MEASURES: tuple[Measure, ...] = ("max_probability", "margin", "entropy", "cosine")
+MEASURES: tuple[Measure, ...] = ("max_probability", "margin", "entropy", "cosine", "classifier")
 HEADS = [
     ExitConfig((1, 3), "bare"),
     ExitConfig((1, 3), "final"),
@@ -33,7 +33,15 @@ HEADS = [
     ExitConfig((1, 3), "bare", tied=False),
     ExitConfig((1, 3), "adapter", tied=False),
     ExitConfig((1, 3), "block", tied=False),
+    ExitConfig((1, 3), "final", classifier=True),
 ]
+
+
+def line(size: int) -> ExitClassifier:
+    """A classifier that is sure of states whose first number is large."""
+    made = ExitClassifier(size).requires_grad_(False)
+    made.weight[0, 0], made.bias[0] = 2.0, -1.0
+    return made
 
 
 def ids(rows: int = 2, length: int = 9) -> Tensor:
@@ -54,6 +62,11 @@ def test_config_survives_json(config: ExitConfig) -> None:
     assert ExitConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
+def test_a_config_from_before_there_were_classifiers() -> None:
+    known = {name: value for name, value in ExitConfig((1, 3)).to_json().items() if name != "classifier"}
+    assert ExitConfig.from_json(known) == ExitConfig((1, 3), classifier=False)
+
+
 @pytest.mark.parametrize("layers", [["six"], None, 6])
 def test_json_that_is_no_config_is_one_sentence(layers: object) -> None:
     with pytest.raises(OfframpError, match="section 'exits' is not understood"):
@@ -69,6 +82,7 @@ def test_json_that_is_no_config_is_one_sentence(layers: object) -> None:
         ({"head": "final", "tied": False}, "cannot be untied"),
         ({"head": "norm", "adapter_dim": 8}, "needs exit head 'adapter'"),
         ({"head": "adapter", "adapter_dim": 0}, "at least 1"),
+        ({"classifier": "yes"}, "classifier 'yes' must be true or false"),
     ],
 )
 def test_a_wrong_config_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -170,8 +184,9 @@ def test_measures_against_hand_numbers() -> None:
         "margin": [0.5, 0.0, 1.0],
         "entropy": [entropy, 0.0, 1.0],
         "cosine": [24 / 25, 0.0, 1.0],
+        "classifier": [1 / (1 + math.exp(-5)), 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))],
     }.items():
-        got = confidence(measure, logits, states, previous)  # pyright: ignore[reportArgumentType]
+        got = confidence(measure, logits, states, previous, line(2))  # pyright: ignore[reportArgumentType]
         torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
@@ -179,10 +194,11 @@ def test_measures_against_hand_numbers() -> None:
 def test_a_row_is_judged_alone(measure: Measure) -> None:
     generator = torch.Generator().manual_seed(0)
     logits, state, previous = (torch.randn(5, size, generator=generator) for size in (40, 16, 16))
-    together = confidence(measure, logits, state, previous)
+    together = confidence(measure, logits, state, previous, line(16))
     assert together.shape == (5,)
     alone = [
-        confidence(measure, logits[row : row + 1], state[row : row + 1], previous[row : row + 1]) for row in range(5)
+        confidence(measure, logits[row : row + 1], state[row : row + 1], previous[row : row + 1], line(16))
+        for row in range(5)
     ]
     assert torch.equal(together, torch.cat(alone))
 
@@ -191,7 +207,7 @@ def test_a_row_is_judged_alone(measure: Measure) -> None:
 def test_nan_never_lets_a_token_leave_nor_touches_its_neighbours(measure: Measure) -> None:
     logits, state, previous = torch.ones(2, 8), torch.ones(2, 4), torch.ones(2, 4)
     logits[0, 3] = state[0, 1] = math.nan
-    got = confidence(measure, logits, state, previous)
+    got = confidence(measure, logits, state, previous, line(4))
     assert not got[0] > -math.inf
     assert not got[1].isnan()
 
@@ -207,7 +223,7 @@ def test_confidence_never_passes_one(measure: Measure, seed: int, scale: float, 
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(4, 300, generator=generator) * scale).to(getattr(torch, dtype))
     state = (torch.randn(4, 32, generator=generator) * scale).to(getattr(torch, dtype))
-    assert (confidence(measure, logits, state, state) <= 1.0).all()
+    assert (confidence(measure, logits, state, state, line(32)) <= 1.0).all()
 
 
 def test_masked_tokens_count_as_impossible() -> None:
@@ -221,7 +237,43 @@ def test_logit_measures_need_logits() -> None:
         confidence("margin", None, torch.ones(1, 2), torch.ones(1, 2))
 
 
+def test_the_classifier_measure_needs_a_classifier() -> None:
+    with pytest.raises(ValueError, match="what a classifier of the exit says"):
+        confidence("classifier", None, torch.ones(1, 2), torch.ones(1, 2))
+    with pytest.raises(OfframpError, match="measure 'classifier' asks the exits' classifiers, and this model has none"):
+        ExitPolicy("classifier").check_measure(has_classifiers=False)
+    ExitPolicy("classifier").check_measure(has_classifiers=True)
+    ExitPolicy("margin").check_measure(has_classifiers=False)
+
+
+@pytest.mark.parametrize("row", range(0, 37, 4))
+def test_a_classifier_is_not_disturbed_by_many_neighbours(row: int) -> None:
+    """Bit by bit, in any number of rows: a matrix product would not promise that."""
+    generator = torch.Generator().manual_seed(4)
+    made = ExitClassifier(576).requires_grad_(False)
+    made.weight.normal_(generator=generator)
+    states = torch.randn(37, 576, generator=generator)
+    assert torch.equal(made(states)[row : row + 3], made(states[row : row + 3]))
+
+
 # Heads
+
+
+@torch.no_grad()
+def test_classifiers_are_added_and_know_nothing() -> None:
+    model = tiny_model(ExitConfig((1, 3)))
+    before = model.state_dict()
+    assert model.exit_classifier(1) is None
+    model.add_classifiers()
+    assert model.exit_config == ExitConfig((1, 3), classifier=True)
+    made = model.exit_classifier(3)
+    assert made is not None
+    assert made(torch.randn(5, 32)).tolist() == [0.5] * 5
+    added = set(model.state_dict()) - set(before)
+    assert added == {f"exits.{layer}.classifier.{part}" for layer in (1, 3) for part in ("weight", "bias")}
+    made.bias.fill_(1.0)
+    model.initialise_exits("random")
+    assert float(made.bias) == float(made.weight.abs().sum()) == 0.0
 
 
 @pytest.mark.parametrize("config", HEADS, ids=str)

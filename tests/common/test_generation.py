@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from helpers.tiny import tiny_model
+from offramp.common.errors import OfframpError
 from offramp.common.exits.confidence import confidence
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy, Measure
@@ -18,6 +20,7 @@ from offramp.common.model.transformer import MultiExitTransformer
 
 PROMPT = [10, 42, 7, 99, 23]
 EXITS = ExitConfig((1, 2, 3), "norm")
+CLASSIFIED = dataclasses.replace(EXITS, classifier=True)
 
 
 @torch.no_grad()
@@ -42,10 +45,10 @@ def test_a_frozen_token_keeps_its_state_and_lends_keys_and_values_from_it() -> N
     assert not torch.allclose(h3[:, 2], whole3[:, 2])
 
 
-@pytest.mark.parametrize("measure", ["max_probability", "margin", "entropy", "cosine"])
+@pytest.mark.parametrize("measure", ["max_probability", "margin", "entropy", "cosine", "classifier"])
 @pytest.mark.parametrize("decay", [None, 3.0])
 def test_thresholds_of_one_and_more_mean_full_depth(measure: Measure, decay: float | None) -> None:
-    model = tiny_model(EXITS)
+    model = tiny_model(CLASSIFIED)
     full = generate(model, PROMPT, 12)
     assert full.exit_layers == [4] * 12
     for threshold in (1.0, 1.5, math.inf):
@@ -73,15 +76,22 @@ def test_a_prompt_of_one_token_does_not_exit() -> None:
 
 
 @pytest.mark.parametrize("head", ["norm", "block", "adapter"])
-@pytest.mark.parametrize("measure", ["margin", "cosine"])
+@pytest.mark.parametrize("measure", ["margin", "cosine", "classifier"])
 def test_every_token_is_what_its_exit_said(head: Any, measure: Measure) -> None:
     """Replayed in one pass with the recorded depths: exits taken were sure, exits passed by were not."""
-    model = tiny_model(ExitConfig((1, 2, 3), head))
+    model = tiny_model(ExitConfig((1, 2, 3), head, classifier=measure == "classifier"))
     thresholds = {1: 0.5, 2: 0.35, 3: 0.2} if measure == "margin" else {1: 0.9, 2: 0.75, 3: 0.6}
     policy = ExitPolicy(measure, thresholds)
     result = generate(model, PROMPT, 24, policy=policy)
     assert len(set(result.exit_layers)) > 2, "the test says little when all tokens leave at one layer"
     _replay(model, policy, result.token_ids, result.exit_layers)
+
+
+def _classify(model: MultiExitTransformer, layer: int, state: torch.Tensor) -> torch.Tensor:
+    """The classifier of an exit, from its weights by name."""
+    weights = model.state_dict()
+    weight, bias = (weights[f"exits.{layer}.classifier.{part}"] for part in ("weight", "bias"))
+    return torch.sigmoid(state @ weight[0] + bias)
 
 
 @torch.no_grad()
@@ -100,7 +110,9 @@ def _replay(model: MultiExitTransformer, policy: ExitPolicy, tokens: list[int], 
             if layer == depth:
                 assert token == int(logits[at].argmax())
             if step > 0 and layer in policy.thresholds and layer <= depth:
-                sure = confidence(policy.measure, logits[at : at + 1], h[0, at : at + 1], states[-1][0, at : at + 1])
+                now = slice(at, at + 1)
+                by_hand = functools.partial(_classify, model, layer) if policy.measure == "classifier" else None
+                sure = confidence(policy.measure, logits[now], h[0, now], states[-1][0, now], by_hand)
                 assert (float(sure) > policy.threshold(layer, step, len(tokens))) == (layer == depth)
 
 
@@ -143,12 +155,18 @@ def test_a_shortlist_alone_says_what_leaves(measure: Measure) -> None:
     assert others > 3
 
 
-def test_a_shortlist_is_nothing_to_a_measure_of_states() -> None:
-    model = tiny_model(EXITS)
-    policy = ExitPolicy("cosine", {1: 0.8, 3: 0.5})
+@pytest.mark.parametrize("measure", ["cosine", "classifier"])
+def test_a_shortlist_is_nothing_to_a_measure_of_states(measure: Measure) -> None:
+    model = tiny_model(CLASSIFIED)
+    policy = ExitPolicy(measure, {1: 0.8, 3: 0.5})
     free = generate(model, PROMPT, 20, policy=policy)
     assert {3, 4} <= set(free.exit_layers)
     assert generate(model, PROMPT, 20, policy=dataclasses.replace(policy, shortlist=(20, 21))) == free
+
+
+def test_without_classifiers_there_is_nothing_to_ask() -> None:
+    with pytest.raises(OfframpError, match="measure 'classifier' asks the exits' classifiers"):
+        generate(tiny_model(EXITS), PROMPT, 3, policy=ExitPolicy("classifier", {1: 0.5}))
 
 
 def test_a_shortlist_changes_what_confidence_is_a_share_of() -> None:

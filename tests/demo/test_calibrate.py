@@ -57,7 +57,7 @@ def test_points_keep_their_promise_on_the_calibration_texts(tmp_path: Path, monk
 
 
 def test_tokens_outside_the_shortlist_say_nothing_about_thresholds(tmp_path: Path) -> None:
-    path = tiny_checkpoint(tmp_path / "tiny", exits=ExitConfig((1, 3), "norm"))
+    path = tiny_checkpoint(tmp_path / "tiny", exits=ExitConfig((1, 3), "norm", classifier=True))
     engine, checkpoint = Engine.from_checkpoint(path), load_checkpoint(path)
     prompts, sampling = ["one", "two", "a third prompt"], SamplingParams(max_tokens=20, temperature=0.0)
     full = generate(engine, prompts, sampling, ExitOptions("full"))
@@ -75,4 +75,5 @@ def test_tokens_outside_the_shortlist_say_nothing_about_thresholds(tmp_path: Pat
     other = right(ExitPolicy("margin", shortlist=vocabulary[1::2]))
     assert all(halved[layer] and other[layer] for layer in (1, 3))
     assert {layer: len(halved[layer]) + len(other[layer]) for layer in (1, 3)} == {1: 57, 3: 57}
-    assert right(ExitPolicy("cosine", shortlist=vocabulary[::2])) == everything
+    for measure in ("cosine", "classifier"):
+        assert right(ExitPolicy(measure, shortlist=vocabulary[::2])) == everything

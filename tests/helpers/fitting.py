@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
 from offramp.common.errors import OfframpError
+from offramp.train.confidence_training import ConfidenceTrainingModule
 from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
 from offramp.train.module import MultiExitModule
 from offramp.train.optim import OptimizerConfig
@@ -132,6 +133,7 @@ def fit(
     module: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
     priming: bool = False,
+    classifiers: bool = False,
     data: type[Numbers] = Numbers,
     prompts: list[list[int]] | None = None,
 ) -> dict[str, Any]:
@@ -147,6 +149,7 @@ def fit(
         module: arguments of `MultiExitModule`.
         trainer: arguments of the trainer.
         priming: prime exits, instead of training all.
+        classifiers: train classifiers, instead of all.
         data: what to train on.
         prompts: to be continued by every exit with five tokens; `said` in the answer.
     """
@@ -174,8 +177,14 @@ def fit(
         **{"gradient_clip_val": 1.0, "val_check_interval": 3, **(trainer or {})},
     )
     settings = {"optimizer": OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1), **(module or {})}
-    model = ExitPrimingModule(checkpoint) if priming else MultiExitModule(checkpoint, **settings)
-    runner.fit(model, datamodule=PrimingDataModule(data(), batch_size=16) if priming else data(), ckpt_path=resume)
+    if priming:
+        model = ExitPrimingModule(checkpoint)
+    elif classifiers:
+        model = ConfidenceTrainingModule(checkpoint)
+    else:
+        model = MultiExitModule(checkpoint, **settings)
+    on_states = PrimingDataModule(data(), batch_size=16) if priming or classifiers else None
+    runner.fit(model, datamodule=on_states or data(), ckpt_path=resume)
     runner.save_checkpoint(out)
     logged = {name: float(value) for name, value in runner.callback_metrics.items()}
     (again,) = runner.validate(model, datamodule=Numbers(), verbose=False)

@@ -25,6 +25,7 @@ PRELOADED = [
     "offramp.common.gguf",
     "offramp.serve.offline",
     "offramp.train.cli",
+    "offramp.train.confidence_training",
     "offramp.train.export",
     "offramp.train.module",
     "offramp.train.data.datamodule",

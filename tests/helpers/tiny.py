@@ -18,6 +18,7 @@ from offramp.common.checkpoint import Checkpoint, save_checkpoint
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.model.config import ModelConfig
+from offramp.common.model.exit_head import ExitClassifier
 from offramp.common.model.transformer import MultiExitTransformer
 
 VOCAB_SIZE = 300
@@ -73,6 +74,8 @@ def tiny_model(exits: ExitConfig | None = None, seed: int = 0, **overrides: Any)
 def jitter(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Draw every parameter anew: matrices by the gains below, norms around one, biases around zero."""
     for name, module in model.named_modules():
+        if isinstance(module, ExitClassifier):
+            continue
         if isinstance(module, torch.nn.Linear):
             gain = _GAINS.get(name.rpartition(".")[2], 1.0)
             module.weight.normal_(0.0, gain * module.in_features**-0.5, generator=generator)
@@ -83,6 +86,11 @@ def jitter(model: torch.nn.Module, generator: torch.Generator) -> None:
         elif type(module).__name__.endswith("RMSNorm"):  # ours or that of transformers
             weight = module.get_parameter("weight")
             weight.normal_(1.0, 0.2, generator=generator)
+    # Last, so that a model with classifiers has the other weights of one without.
+    for module in model.modules():
+        if isinstance(module, ExitClassifier):
+            module.weight.normal_(0.0, 2.0 * module.in_features**-0.5, generator=generator)
+            module.bias.normal_(0.0, 0.2, generator=generator)
 
 
 @functools.cache

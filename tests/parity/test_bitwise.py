@@ -29,6 +29,7 @@ OPTIONS = [
     ExitOptions("fill", replace(SHORTLIST, shortlist_only=True)),
     ExitOptions("static", static_layer=2),
     ExitOptions("full"),
+    ExitOptions("fill", ExitPolicy("classifier", {1: 0.7, 2: 0.7, 3: 0.6})),
 ]
 
 
@@ -56,7 +57,8 @@ def said(request: Request) -> tuple[Any, ...]:
 def test_what_is_reported_changes_nothing_that_is_said(dtype: str, kernels: str) -> None:
     if kernels == "native":
         loaded(supported_isa_levels()[0])
-    model = tiny_model(ExitConfig((1, 2, 3), "norm"), vocab_size=4000)  # so many that some are nearly equal
+    # So many tokens that some are nearly equal.
+    model = tiny_model(ExitConfig((1, 2, 3), "norm", classifier=True), vocab_size=4000)
     # Few of so many are sure, and the best is hardly ever one of a few hundred.
     easy = {1: 0.02, 2: 0.02, 3: 0.02}
     entropy = ExitPolicy("entropy", easy, shortlist=SHORTLIST.shortlist, shortlist_only=True)
@@ -101,7 +103,7 @@ def test_what_is_reported_changes_nothing_that_is_said(dtype: str, kernels: str)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_bits_do_not_depend_on_neighbours_chunks_or_preemption(dtype: str, head: HeadKind, quantization: str) -> None:
     loaded(supported_isa_levels()[0])
-    model = tiny_model(ExitConfig((1, 2, 3), head))
+    model = tiny_model(ExitConfig((1, 2, 3), head, classifier=True))
     config: dict[str, Any] = {"dtype": dtype, "kernels": "native", "quantization": quantization}
     alone = []
     engine = make_engine(model, prefix_caching=False, **config)
@@ -111,7 +113,7 @@ def test_bits_do_not_depend_on_neighbours_chunks_or_preemption(dtype: str, head:
         alone.append(said(request))
     assert {layer for _, layers, _, _ in alone for layer in layers} == {1, 2, 3, 4}
     crowds: list[dict[str, Any]] = [
-        {"max_num_seqs": 18, "max_tokens_per_iteration": 400},
+        {"max_num_seqs": 20, "max_tokens_per_iteration": 400},
         {"max_num_seqs": 5, "max_tokens_per_iteration": 19},
         {"max_num_seqs": 6, "num_blocks": 18},
     ]

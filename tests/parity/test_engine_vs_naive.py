@@ -45,6 +45,8 @@ POLICIES = [
     ExitPolicy("cosine", {1: 0.5, 2: 0.5}, min_layer=2),
     ExitPolicy("entropy", {2: 0.3}),
     None,
+    ExitPolicy("classifier", {1: 0.7, 2: 0.7, 3: 0.7}),
+    ExitPolicy("classifier", {1: 0.7, 3: 0.6}, shortlist=tuple(range(5, 60)), shortlist_only=True),
 ]
 
 
@@ -52,7 +54,7 @@ def check(model: MultiExitTransformer, seed: int) -> None:
     jobs = random_jobs(POLICIES, seed)
     expected = [job.naive(model) for job in jobs]
     assert {layer for _, layers in expected for layer in layers} == {1, 2, 3, 4}, "the example takes every exit"
-    # 4 seats for 9 requests, prompts in chunks of at most 8 tokens, arrivals in between: they come and go.
+    # 4 seats for 11 requests, prompts in chunks of at most 8 tokens, arrivals in between: they come and go.
     batched = make_engine(model, max_num_seqs=4, max_tokens_per_iteration=8)
     assert run_jobs(batched, jobs) == expected
     assert batched.num_free_blocks == 256
@@ -64,22 +66,22 @@ def check(model: MultiExitTransformer, seed: int) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_architecture(variant: str) -> None:
-    check(tiny_model(ExitConfig((1, 2, 3), "norm"), **VARIANTS[variant]), seed=1)
+    check(tiny_model(ExitConfig((1, 2, 3), "norm", classifier=True), **VARIANTS[variant]), seed=1)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("head", ["bare", "adapter", "mlp", "block"])
 def test_every_head(head: HeadKind, tied: bool) -> None:
-    check(tiny_model(ExitConfig((1, 2, 3), head, tied)), seed=2)
+    check(tiny_model(ExitConfig((1, 2, 3), head, tied, classifier=True)), seed=2)
 
 
 def test_the_final_norm_as_head() -> None:
-    check(tiny_model(ExitConfig((1, 2, 3), "final")), seed=3)
+    check(tiny_model(ExitConfig((1, 2, 3), "final", classifier=True)), seed=3)
 
 
 @pytest.mark.parametrize("variant", ["mistral-window", "qwen3", "llama-biased"])
 def test_a_block_as_head_has_a_cache_of_its_own(variant: str) -> None:
-    check(tiny_model(ExitConfig((1, 2, 3), "block"), **VARIANTS[variant]), seed=4)
+    check(tiny_model(ExitConfig((1, 2, 3), "block", classifier=True), **VARIANTS[variant]), seed=4)
 
 
 def algorithm_1(model: MultiExitTransformer, jobs: list[Job]) -> list[tuple[list[int], list[int]]]:

@@ -30,7 +30,8 @@ DECAY = ExitPolicy("max_probability", {1: 0.3, 3: 0.3}, decay=2.0)
 LATE = ExitPolicy("entropy", {1: 0.3, 2: 0.3, 3: 0.3}, min_layer=2)
 LISTED = replace(SHORTLIST, shortlist_only=True)
 LISTED_COSINE = replace(COSINE, shortlist=SHORTLIST.shortlist, shortlist_only=True)
-POLICIES = [MARGIN, SHORTLIST, COSINE, DECAY, LATE, LISTED, LISTED_COSINE]
+CLASSIFIER = ExitPolicy("classifier", {1: 0.7, 2: 0.65, 3: 0.6})
+POLICIES = [MARGIN, SHORTLIST, COSINE, DECAY, LATE, LISTED, LISTED_COSINE, CLASSIFIER]
 KV_POLICIES: tuple[KVPolicy, ...] = ("fill", "recompute", "verify")
 VARIANTS: list[tuple[HeadKind, dict[str, Any]]] = [
     ("norm", {}),
@@ -44,12 +45,12 @@ VARIANTS: list[tuple[HeadKind, dict[str, Any]]] = [
 def example(number: int) -> tuple[MultiExitTransformer, list[Job], list[tuple[list[int], list[int]]]]:
     """A model, jobs of every kind, and what they come to."""
     head, variant = VARIANTS[number]
-    model = tiny_model(ExitConfig((1, 2, 3), head), seed=number, **variant)
+    model = tiny_model(ExitConfig((1, 2, 3), head, classifier=True), seed=number, **variant)
     jobs: list[Job] = []
     for kv_policy in KV_POLICIES:
         for index, job in enumerate(random_jobs(POLICIES, seed=number)):
             # The same prompts under every policy: what one leaves in the cache is another's prefix.
-            jobs.append(Job(job.prompt, job.max_tokens, job.policy, kv_policy, (1, 2, 3, 8, 8, 3, 8)[index]))
+            jobs.append(Job(job.prompt, job.max_tokens, job.policy, kv_policy, (1, 2, 3, 8, 8, 3, 8, 3)[index]))
     jobs += [Job(jobs[index].prompt, 20, None, "static", static_layer=1 + index) for index in range(3)]
     jobs += [Job(jobs[index].prompt, 12) for index in range(2)]
     return model, jobs, [job.naive(model) for job in jobs]

@@ -25,9 +25,11 @@ from offramp.serve.request.sampling_params import SamplingParams
 
 EXITS = (1, 2, 3)
 MODELS = [
-    Checkpoint(tiny_model(ExitConfig(EXITS, "norm"), seed=3), {}),
-    Checkpoint(tiny_model(ExitConfig(EXITS, "block"), seed=3, model_type="mistral", sliding_window=6), {}),
-    Checkpoint(tiny_model(ExitConfig(EXITS, "adapter", tied=False, adapter_dim=5), 3, model_type="qwen3"), {}),
+    Checkpoint(tiny_model(ExitConfig(EXITS, "norm", classifier=True), seed=3), {}),
+    Checkpoint(
+        tiny_model(ExitConfig(EXITS, "block", classifier=True), seed=3, model_type="mistral", sliding_window=6), {}
+    ),
+    Checkpoint(tiny_model(ExitConfig(EXITS, "adapter", False, 5, classifier=True), 3, model_type="qwen3"), {}),
 ]
 TOKENIZER = tiny_tokenizer()
 MAX_MODEL_LEN = 64
@@ -71,7 +73,7 @@ def make_depth(rng: random.Random) -> ExitOptions:
         return ExitOptions("static", static_layer=rng.choice(EXITS))
     shortlist = rng.choice([None, tuple(range(0, 300, 2))])
     policy = ExitPolicy(
-        rng.choice(["margin", "max_probability", "entropy", "cosine"]),
+        rng.choice(["margin", "max_probability", "entropy", "cosine", "classifier"]),
         {layer: rng.choice([-2.0, 0.1, 0.3, 0.9, 1.0]) for layer in EXITS if rng.random() < 0.8},
         min_layer=rng.randrange(3),
         decay=rng.choice([None, None, 2.0]),

@@ -44,11 +44,15 @@ POLICIES = (
     ExitPolicy("entropy", {1: 0.4, 3: 0.5}),
     ExitPolicy("margin", {1: 0.2, 3: 0.2}, shortlist=tuple(range(5, 200))),
     ExitPolicy("max_probability", {1: 0.3, 2: 0.5}, shortlist=tuple(range(100, 290)), shortlist_only=True),
+    ExitPolicy("classifier", {1: 0.7, 2: 0.7, 3: 0.6}),
 )
 MODELS: dict[str, tuple[ExitConfig, dict[str, Any]]] = {
-    "mlp": (ExitConfig((1, 2, 3), "mlp"), {}),
-    "block": (ExitConfig((1, 2, 3), "block"), {"model_type": "qwen3"}),
-    "adapter, window": (ExitConfig((1, 2, 3), "adapter"), {"model_type": "mistral", "sliding_window": 9}),
+    "mlp": (ExitConfig((1, 2, 3), "mlp", classifier=True), {}),
+    "block": (ExitConfig((1, 2, 3), "block", classifier=True), {"model_type": "qwen3"}),
+    "adapter, window": (
+        ExitConfig((1, 2, 3), "adapter", classifier=True),
+        {"model_type": "mistral", "sliding_window": 9},
+    ),
 }
 
 

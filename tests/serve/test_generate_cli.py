@@ -56,6 +56,28 @@ def test_exits_follow_the_options(directory: Path, capsys: pytest.CaptureFixture
     assert layers("--threshold", "-2", "--sync-policy", "all", "--dtype", "bf16") == [4, 1, 1, 1, 1]
 
 
+def test_classifiers_decide_where_there_are_some(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = ExitPolicy("classifier", {1: 0.0})  # always exceeded
+    classified = tiny_checkpoint(tmp_path / "classified", ExitConfig((1, 2), "norm", classifier=True), policy)
+    options = ["--prompt", "hello", "--max-tokens", "5", "--probe", "--json"]
+    code, out, _ = run(capsys, classified, *options)
+    assert code == 0
+    (row,) = rows(out)
+    assert row["exit_layers"] == [4, 1, 1, 1, 1]
+    for one in row["probe"]:
+        for layer in ("1", "2"):
+            assert one["exits"][layer]["tested"] == one["exits"][layer]["confidence"]["classifier"]
+        assert "classifier" not in one["exits"]["4"]["confidence"]
+    code, _, err = run(capsys, classified, *options[:-1])
+    assert code == 0
+    assert "its classifier" in err
+    code, _, err = run(capsys, directory, *options, "--measure", "classifier", "--threshold", "0.5")
+    assert code == 1
+    assert "this model has none; train them" in err
+
+
 def test_seeds_reproduce_draws(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--prompt", "hello", "--temperature", "1.5", "--top-k", "50", "--top-p", "0.95", "--json"]
     first, second, other = (

@@ -58,6 +58,7 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "changing, ddp": {"strategy": "ddp", "module": CHANGING},
     "frozen": {"strategy": TWO_STAGES, "module": {"freeze": ["backbone"]}},
     "primed": {"strategy": "ddp", "priming": True, "trainer": {"val_check_interval": 1.0}},
+    "classified": {"strategy": "ddp", "classifiers": True, "trainer": {"val_check_interval": 1.0}},
     "bf16": {"strategy": TWO_STAGES, "trainer": {"precision": "bf16-mixed"}},
     "fp16": {"strategy": {**TWO_STAGES, "checkpoint_activations": True}, "trainer": {"precision": "16-mixed"}},
     "fp16, second half": {"strategy": TWO_STAGES, "trainer": {"precision": "16-mixed"}, "resume": "fp16"},
@@ -96,6 +97,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "fill_bubbles cannot be used where stages share trained parameters (embed_tokens.weight)",
     ),
     "priming": ({"strategy": TWO_STAGES, "priming": True}, "does not run on deepspeed_pipeline"),
+    "classifiers": ({"strategy": TWO_STAGES, "classifiers": True}, "in one process or under DDP"),
 }
 TWO_PROCESSES |= {name: settings for name, (settings, _) in REFUSED.items()}
 
@@ -270,6 +272,19 @@ def test_priming_on_two_ranks_gives_one_model(two: dict[str, Any], tmp_path: Pat
     primed = load_checkpoint(export_checkpoint(two["out"]["primed"], tmp_path / "primed"))
     assert primed.policy is not None
     assert primed.policy.shortlist == (1, *range(10, 60)), "of both ranks' data together"
+
+
+@pytest.mark.slow
+def test_classifiers_on_two_ranks_are_one(two: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    """They meet all validation data, and each half of the training data."""
+    assert two["classified"][0]["validated"] == two["classified"][1]["validated"]
+    alone = fit(str(checkpoint), str(tmp_path / "alone.ckpt"), classifiers=True, trainer={"val_check_interval": 1.0})
+    for exit_ in ("01", "02"):
+        name = f"val/agreement_exit_{exit_}"
+        assert two["classified"][0]["validated"][name] == pytest.approx(alone["validated"][name])
+    made = load_checkpoint(export_checkpoint(two["out"]["classified"], tmp_path / "classified"))
+    assert made.exits.classifier
+    assert float(made.model.state_dict()["exits.1.classifier.weight"].abs().sum()) > 0
 
 
 @pytest.mark.slow

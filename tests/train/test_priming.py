@@ -16,7 +16,8 @@ from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
 from offramp.train.export import export_checkpoint
-from offramp.train.priming import ExitPrimingModule, PrimingDataModule, StateBatch, StateLoader
+from offramp.train.priming import ExitPrimingModule, PrimingDataModule
+from offramp.train.state_training import StateBatch, StateLoader
 
 
 @pytest.fixture(scope="module")
@@ -71,5 +72,5 @@ def test_priming_on_other_states_is_not_resumed() -> None:
     state = StateLoader(take, 20, 4, 5, seed=0).state_dict()
     StateLoader(take, 20, 4, 5, seed=0).load_state_dict(state)
     for other in (StateLoader(take, 20, 5, 4, seed=0), StateLoader(take, 20, 4, 5, seed=1)):
-        with pytest.raises(OfframpError, match=r"cannot resume priming: (batch_size was 4 and is 5|seed was 0)"):
+        with pytest.raises(OfframpError, match=r"on these states: (batch_size was 4 and is 5|seed was 0)"):
             other.load_state_dict(state)

@@ -217,6 +217,7 @@ def open_any_checkpoint(
     policy = ExitPolicy.from_json(record["policy"]) if record.get("policy") else None
     if policy is not None:
         policy.check(exits.layers, config.vocab_size)
+        policy.check_measure(has_classifiers=exits.classifier)
     checkpoint = CheckpointOf(
         model=model.eval(),
         hf_config=hf_config,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from offramp.common.exits.confidence import confidence
 from offramp.common.exits.kv_policy import KVPolicy
-from offramp.common.exits.policy import ExitPolicy
+from offramp.common.exits.policy import STATE_MEASURES, ExitPolicy
 from offramp.common.model.attention import Layout
 from offramp.common.model.multi_exit import MultiExitDecoder
 from offramp.common.model.transformer import MultiExitTransformer
@@ -86,6 +86,8 @@ def generate(
     elif kv_policy == "static":
         assert static_layer is not None
         policy = ExitPolicy("cosine", {static_layer: -math.inf})  # any confidence will do
+    if policy is not None:
+        policy.check_measure(has_classifiers=model.exit_config.classifier)
     text = _text(model, list(prompt_ids), max_new_tokens, frozenset(eos_ids), rope_length)
     if kv_policy == "verify":
         return _verified(text, policy, max_pending)
@@ -223,10 +225,10 @@ def _next_token(
         logits = model.exit_logits(h, layer, layout)[0, -1:].float()
         best = int(logits.argmax())
         listed = best
-        if policy.shortlist is not None and (policy.measure != "cosine" or policy.shortlist_only):
+        if policy.shortlist is not None and (policy.measure not in STATE_MEASURES or policy.shortlist_only):
             logits = logits[:, list(policy.shortlist)]
             listed = policy.shortlist[int(logits.argmax())]
-        sure = confidence(policy.measure, logits, h[0, -1:], previous[0, -1:])
+        sure = confidence(policy.measure, logits, h[0, -1:], previous[0, -1:], model.exit_classifier(layer))
         is_sure = float(sure) > policy.threshold(layer, len(new), text.max_new_tokens)
         if is_sure and (listed == best or policy.shortlist_only):
             return listed, layer

@@ -277,8 +277,10 @@ def main(argv: list[str]) -> int:
     if chosen.exits is not None:
         exits = ExitConfig(chosen.exits, chosen.head, not chosen.untied, chosen.adapter_dim)
         own = None if chosen.replace_exits else _own_exits(chosen.source)
-        if own is not None and not set(given) & _KIND:
-            exits = replace(own, layers=exits.layers)
+        if own is not None:
+            exits = replace(exits, classifier=own.classifier)
+            if not set(given) & _KIND:
+                exits = replace(own, layers=exits.layers)
         new = NewExits(exits, chosen.init, chosen.norm_scale, chosen.seed)
     made = import_model(
         chosen.source,

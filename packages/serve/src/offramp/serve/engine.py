@@ -266,7 +266,7 @@ class Engine:
         if self._tokenizer is None and request.sampling.stop:
             raise OfframpError("stop strings need a tokenizer, and this engine has none; give stop_token_ids.")
         self._scheduler.check(request)
-        check_exits(request.exits, self.checkpoint.policy, self.checkpoint.exits.layers, size)
+        check_exits(request.exits, self.checkpoint.policy, self.checkpoint.exits, size)
 
     def prepare(self, request: Request) -> None:
         """Do beforehand what may take seconds of `add_request`: compile the request's constraint.

@@ -8,7 +8,7 @@ Legend: N rows, T tokens, D model, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -34,7 +34,7 @@ class ExitReading:
 
     Attributes:
         top: (token id, probability) of the most probable next tokens, best first, the lower id first among equals.
-        confidence: every measure over the whole vocabulary.
+        confidence: every measure over the whole vocabulary; `classifier` where the exit has one.
         tested: what the exit test compares with the threshold there: the policy's measure over its shortlist. None
             without a policy, and at the final exit, which asks nothing.
     """
@@ -102,7 +102,8 @@ def probe(
             depth = layer
             logits = model.exits[layer].unembed.logits(model.exit_state(layer, x, rows, cache))
             asked = None if layer == config.num_layers else policy
-            for one, reading in zip(part, _read(logits, x, previous, top, asked), strict=True):
+            read = _read(logits, x, previous, model.exits[layer].classifier, top, asked)
+            for one, reading in zip(part, read, strict=True):
                 one.exits[layer] = reading
     return readings
 
@@ -118,21 +119,33 @@ def _check(token_ids: Sequence[int], vocab_size: int, max_model_len: int, top: i
         raise OfframpError(f"the text holds token {wrong[0]}, outside the vocabulary of {vocab_size}.")
 
 
-def _read(logits: Tensor, x: Tensor, previous: Tensor, top: int, policy: ExitPolicy | None) -> list[ExitReading]:
+def _read(
+    logits: Tensor,
+    x: Tensor,
+    previous: Tensor,
+    classifier: Callable[[Tensor], Tensor] | None,
+    top: int,
+    policy: ExitPolicy | None,
+) -> list[ExitReading]:
     """Readings of N rows.
 
     Args:
         logits: [N, V] fp32.
         x: [N, D] states after the exit layer.
         previous: [N, D] states before it.
+        classifier: of the exit; None if it has none.
         top: tokens to report.
         policy: of the exit test; None if there is no test.
     """
-    measured = {measure: confidence(measure, logits, x, previous).tolist() for measure in get_args(Measure)}
+    measured: dict[Measure, list[float]] = {
+        measure: confidence(measure, logits, x, previous, classifier).tolist()
+        for measure in get_args(Measure)
+        if measure != "classifier" or classifier is not None
+    }
     tested: list[float | None] = [None] * len(x)
     if policy is not None:
         seen = logits if policy.shortlist is None else logits[:, list(policy.shortlist)]
-        tested = confidence(policy.measure, seen, x, previous).tolist()
+        tested = confidence(policy.measure, seen, x, previous, classifier).tolist()
     best = logits.softmax(dim=-1).topk(min(top, logits.shape[-1]))
     pairs = [
         tuple(sorted(zip(ids, shares, strict=True), key=lambda pair: (-pair[1], pair[0])))

@@ -32,7 +32,7 @@ def freeze_parameters(model: MultiExitTransformer, patterns: Sequence[str]) -> N
 
 
 def untrained(model: MultiExitTransformer, objective: Objective) -> list[str]:
-    """Names of modules that only exits without a weight would train."""
+    """Names of modules that only exits without a weight would train; classifiers, which no loss of tokens reaches."""
     names = [f"layers.{layer}" for layer in range(objective.deepest, model.depth)]
     for layer in model.exit_config.layers:
         if (
@@ -41,6 +41,8 @@ def untrained(model: MultiExitTransformer, objective: Objective) -> list[str]:
             and any(True for _ in model.exits[str(layer)].parameters())
         ):
             names.append(f"exits.{layer}")
+    if model.exit_config.classifier:
+        names += [f"exits.{layer}.classifier" for layer in model.exit_config.layers if layer <= model.depth]
     if not objective.weights[objective.final_layer]:
         names += ["norm"] if model.exit_config.head != "final" else []
         names += ["lm_head"] if model.lm_head is not None and not model.exit_config.tied else []

@@ -1,11 +1,7 @@
 """`ExitPrimingModule`: train exit heads on cached states of a frozen backbone, by divergence to the full model.
 
-The backbone runs once over the training data; what the exits read, and the final state, are kept for every target
-token. Then only heads are trained, at hundreds of steps per second, so minutes of joint training become seconds, and
-the full model does not change by a bit. Joint training (`MultiExitModule`) may follow from the exported checkpoint.
-
-States are kept in memory, or on disk (`cache`), where they are found again by the next run and outlive a kill; there
-the full model's distribution is kept as its most probable tokens and a rest, see `offramp.train.state_cache`.
+Minutes of joint training become seconds, see `offramp.train.state_training`. Joint training (`MultiExitModule`) may
+follow from the exported checkpoint.
 
 The divergence is taken over a *shortlist*: the tokens that training targets contain. Serving measures confidence over
 the same shortlist, so it goes into the exit policy of the exported checkpoint.
@@ -17,10 +13,9 @@ Legend: N target tokens, X early exits, D model, V vocabulary or shortlist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -29,89 +24,17 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from offramp.common.checkpoint import EXITS_WEIGHTS
 from offramp.common.errors import OfframpError
 from offramp.common.exits.policy import ExitPolicy
-from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
-from offramp.train.freezing import BACKBONE
-from offramp.train.module import MultiExitModule
 from offramp.train.optim import OptimizerConfig
-from offramp.train.state_cache import CachedStates, StateCache, divergence, gigabytes, survey
-from offramp.train.training_record import plain
+from offramp.train.state_cache import CachedStates, divergence
+from offramp.train.state_training import CachedBatch, StateBatch, StateLoader, StateTrainingModule, Take
 
 TRAINABLE_HEADS = ("norm", "adapter", "mlp")
 """Heads that have weights of their own and need one token at a time."""
 
 
-class StateBatch(NamedTuple):
-    """States of some target tokens.
-
-    Attributes:
-        exits: [N, X, D] after each early exit's layer.
-        final: [N, D] as the unembedding reads it.
-    """
-
-    exits: Tensor
-    final: Tensor
-
-
-CachedBatch = StateBatch | CachedStates
-"""What a step takes, from memory or from disk."""
-
-
-class StateLoader:
-    """Cached states in a new order every epoch; a resumed run goes on with the batch after its last.
-
-    Args:
-        take: the states of some tokens, by number.
-        count: tokens of this rank.
-        batch_size: N of a step.
-        num_batches: of an epoch, the same on all ranks.
-        seed: of the order.
-    """
-
-    def __init__(
-        self, take: Callable[[Tensor], CachedBatch], count: int, batch_size: int, num_batches: int, seed: int
-    ) -> None:
-        self.take, self.count = take, count
-        self.batch_size, self.num_batches, self.seed = batch_size, num_batches, seed
-        self._epoch = self._batch = 0  # of the batch that comes next
-
-    def __len__(self) -> int:
-        return self.num_batches
-
-    def __iter__(self) -> Iterator[CachedBatch]:
-        if self._batch == self.num_batches:
-            self._epoch, self._batch = self._epoch + 1, 0
-        generator = torch.Generator().manual_seed(self.seed + self._epoch)
-        order = torch.randperm(self.count, generator=generator)
-        for batch in range(self._batch, self.num_batches):
-            self._batch = batch + 1
-            yield self.take(order[batch * self.batch_size : (batch + 1) * self.batch_size])
-
-    def state_dict(self) -> dict[str, int]:
-        """The position, and what it was a position in."""
-        return {"epoch": self._epoch, "batch": self._batch, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at a position.
-
-        Raises:
-            OfframpError: the states are others, or are cut into other batches.
-        """
-        for key, value in self._identity().items():
-            if state.get(key) != value:
-                raise OfframpError(
-                    f"cannot resume priming: {key} was {state.get(key)} and is {value}; restore the data settings, or "
-                    "start a new run from the exported heads."
-                )
-        self._epoch, self._batch = state["epoch"], state["batch"]
-
-    def _identity(self) -> dict[str, int]:
-        return {"states": self.count, "batch_size": self.batch_size, "seed": self.seed}
-
-
-class ExitPrimingModule(MultiExitModule):
+class ExitPrimingModule(StateTrainingModule):
     """Trains exit heads `norm`, `adapter` or `mlp` in one process or under DDP; see the module for data and purpose.
 
     Validation is that of `MultiExitModule`, on tokens.
@@ -128,6 +51,7 @@ class ExitPrimingModule(MultiExitModule):
     """
 
     kind_of_losses = "KL divergence from the full model"
+    reads_all_targets = True  # they lengthen the shortlist
 
     def __init__(
         self,
@@ -139,11 +63,8 @@ class ExitPrimingModule(MultiExitModule):
         seed: int = 0,
         optimizer: OptimizerConfig | None = None,
     ) -> None:
-        super().__init__(checkpoint, freeze=[BACKBONE], seed=seed, optimizer=optimizer or OptimizerConfig(lr=1e-3))
-        self.shortlist_kind, self.max_states = shortlist, max_states
-        self.cache, self.top = None if cache is None else Path(cache).expanduser(), top
-        if max_states < 1 or top < 1:
-            raise OfframpError(f"max_states is {max_states} and top {top}; both must be at least 1.")
+        super().__init__(checkpoint, max_states, cache, top, seed, optimizer or OptimizerConfig(lr=1e-3))
+        self.shortlist_kind: Literal["targets", "all"] = shortlist
         self.shortlist: Tensor | None = None  # [V]
         self._unembedding: Tensor | None = None  # [V, D], tied exits
         self._position: Tensor | None = None  # [vocabulary] in the shortlist, -1 outside
@@ -168,91 +89,9 @@ class ExitPrimingModule(MultiExitModule):
             return replace(policy, shortlist=None)
         return policy if self.shortlist is None else replace(policy, shortlist=tuple(self.shortlist.tolist()))
 
-    @torch.no_grad()
-    def cache_states(self, batches: Callable[[], Iterable[TokenBatch]], batch_size: int) -> StateLoader:
-        """Run the backbone over `batches()` and keep what exits read, for up to `max_states` target tokens.
-
-        Raises:
-            OfframpError: there are no target tokens, or the disk has no room.
-        """
-        take, count = self._in_memory(batches()) if self.cache is None else self._on_disk(batches, self.cache)
-        fewest = int(self._least_over_ranks(count))
-        batch_size = min(batch_size, fewest)
-        rank_zero_info(
-            f"priming on {count} cached states, shortlist of "
-            f"{'all' if self.shortlist is None else len(self.shortlist)} tokens"
-        )
-        return StateLoader(take, count, batch_size, fewest // batch_size, self.seed)
-
-    def _on_disk(
-        self, batches: Callable[[], Iterable[TokenBatch]], root: Path
-    ) -> tuple[Callable[[Tensor], CachedBatch], int]:
-        model = self.model
-        assert model is not None
-        layers, size = model.exit_config.layers, model.config.hidden_size
-        found = survey(batches(), model.config.vocab_size, self.max_states)
-        self._check_any(sum(found.counts))
-        self._take_shortlist(found.seen.to(self.device))
-        identity = {
-            "weights": {name: value for name, value in self.source.sha256.items() if name != EXITS_WEIGHTS},
-            "config": plain(self.source.hf_config),
-            "tokens": found.digest,
-            "exits": list(layers),
-            "top": self.top,
-            "precision": str(self.trainer.precision),
-            "rank": [self.trainer.global_rank, self.trainer.world_size],
-        }
-        row_bytes = 2 * len(layers) * size + 8 * self.top + 4
-        cache = StateCache(root, identity, found.counts, self.max_states, row_bytes)
-        missing = len(cache.missing)
-        rank_zero_info(
-            f"states of {cache.count:,} target tokens, {gigabytes(cache.size)}, in {cache.directory}: "
-            + ("they are there" if not missing else f"{missing} shards to be written")
-        )
-
-        def states(batch: TokenBatch) -> CachedStates:
-            tokens = TokenBatch(*(tensor.to(self.device) for tensor in batch))
-            kept = self._states(tokens, tokens.labels != IGNORED_LABEL)
-            with self.trainer.precision_plugin.forward_context():
-                return CachedStates.of(kept.exits, kept.final, model.unembedding(), self.top)
-
-        cache.fill(batches(), states, self.trainer.num_devices)
-        cache.open()
-        return cache.take, cache.count
-
-    def _in_memory(self, batches: Iterable[TokenBatch]) -> tuple[Callable[[Tensor], CachedBatch], int]:
-        assert self.model is not None
-        seen = torch.zeros(self.model.config.vocab_size, device=self.device)
-        kept: list[StateBatch] = []
-        count = 0
-        for batch in batches:
-            tokens = TokenBatch(*(tensor.to(self.device) for tensor in batch))
-            mask = tokens.labels != IGNORED_LABEL
-            seen[tokens.labels[mask]] = 1.0
-            if count < self.max_states:  # further batches only lengthen the shortlist
-                kept.append(self._states(tokens, mask))
-                count += len(kept[-1].final)
-        self._check_any(count)
-        states = StateBatch(*(torch.cat(parts)[: self.max_states] for parts in zip(*kept, strict=True)))
-        self._take_shortlist(seen)
-        return lambda rows: StateBatch(states.exits[rows], states.final[rows]), len(states.final)
-
-    def _check_any(self, count: int) -> None:
-        if self._least_over_ranks(count) == 0:
-            raise OfframpError("the training data hold no target tokens to prime exits on.")
-
-    def _states(self, tokens: TokenBatch, mask: Tensor) -> StateBatch:
-        model = self.model
-        assert model is not None
-        with self.trainer.precision_plugin.forward_context():
-            layout = model.layout(tokens.input_ids, tokens.segment_ids)
-            h, depth, states = model.embed(tokens.input_ids), 0, []
-            for layer in model.exit_layers:
-                h, depth = model.run_layers(h, depth, layer, layout), layer
-                states.append(h[mask])
-            return StateBatch(torch.stack(states[:-1], dim=1), model.norm(states[-1]))
-
-    def _take_shortlist(self, seen: Tensor) -> None:
+    @override
+    def on_targets(self, seen: Tensor) -> None:
+        """Make the shortlist."""
         assert self.model is not None
         if self.shortlist_kind == "targets":
             seen[list(self.source.eos_token_ids)] = 1.0
@@ -265,10 +104,14 @@ class ExitPrimingModule(MultiExitModule):
             self._position = torch.full_like(seen, -1, dtype=torch.long)
             self._position[self.shortlist] = torch.arange(len(self.shortlist), device=seen.device)
 
-    def _least_over_ranks(self, value: int) -> float:
-        counts = torch.zeros(self.trainer.world_size, device=self.device)
-        counts[self.trainer.global_rank] = value
-        return float(self.sum_over_ranks(counts).min())
+    @override
+    def on_states(self, take: Callable[[Tensor], CachedBatch], count: int) -> Take:
+        """Nothing is added to them."""
+        rank_zero_info(
+            f"priming on {count} cached states, shortlist of "
+            f"{'all' if self.shortlist is None else len(self.shortlist)} tokens"
+        )
+        return take
 
     @override
     def training_step(self, batch: CachedBatch, batch_idx: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -291,8 +134,8 @@ class ExitPrimingModule(MultiExitModule):
                 )
         else:
             raise OfframpError("ExitPrimingModule trains on cached states; wrap the data in PrimingDataModule.")
-        if self._logs_now:
-            self._log(torch.stack((torch.stack(losses).detach(), torch.stack(right))), len(batch.exits))
+        if self.logs_now:
+            self.log_exits(torch.stack((torch.stack(losses).detach(), torch.stack(right))), len(batch.exits))
         return torch.stack(losses).sum()
 
     def _losses_of(
@@ -316,35 +159,13 @@ class ExitPrimingModule(MultiExitModule):
                 weight = weight if self.shortlist is None else weight[self.shortlist]
             logits = F.linear(model.exit_state(states[:, index], layer), weight).float()
             losses.append(loss(logits))
-            if self._logs_now:
+            if self.logs_now:
                 right.append((logits.argmax(dim=-1) == best).float().mean())
         return losses, right
 
-    @property
-    def _logs_now(self) -> bool:
-        # Steps are so short that logging every one of them would take longer.
-        interval = int(getattr(self.trainer, "log_every_n_steps"))  # noqa: B009 - made known at run time
-        return (self.global_step + 1) % interval == 0
-
-    def _log(self, values: Tensor, tokens: int) -> None:
-        divergences, agreements = (self.sum_over_ranks(values) / self.trainer.world_size).tolist()
-        metrics = {"train/lr": self.trainer.optimizers[0].param_groups[0]["lr"]}
-        for layer, loss, agreement in zip(self.source.exits.layers, divergences, agreements, strict=True):
-            metrics[f"train/loss_exit_{layer:02d}"] = loss
-            metrics[f"train/agreement_exit_{layer:02d}"] = agreement
-            self.losses_of_step[f"loss_exit_{layer:02d}"] = loss
-        self.log("train/loss", sum(divergences), on_step=True, on_epoch=False, prog_bar=True, batch_size=tokens)
-        self.log_dict(metrics, on_step=True, on_epoch=False, batch_size=tokens)
-
-    @override
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Log the gradient norm before clipping."""
-        if self._logs_now:
-            super().on_before_optimizer_step(optimizer)
-
 
 class PrimingDataModule(pl.LightningDataModule):
-    """Feeds an `ExitPrimingModule`: trains on cached states of `data`, validates on its tokens.
+    """Feeds a `StateTrainingModule`: trains on cached states of `data`, validates on its tokens.
 
     Args:
         data: batches of tokens.
@@ -381,8 +202,11 @@ class PrimingDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> StateLoader:
         """States of the training data, made when Lightning asks for them."""
         module = self.trainer.lightning_module if self.trainer is not None else None
-        if not isinstance(module, ExitPrimingModule):
-            raise OfframpError(f"PrimingDataModule feeds an ExitPrimingModule, not {type(module).__name__}.")
+        if not isinstance(module, StateTrainingModule):
+            raise OfframpError(
+                "PrimingDataModule feeds an ExitPrimingModule or a ConfidenceTrainingModule, not "
+                f"{type(module).__name__}."
+            )
         return module.cache_states(self.data.train_dataloader, self.batch_size)
 
     @override

@@ -35,6 +35,7 @@ from offramp.train.training_record import RECORD
 _MODEL_PREFIX = "model."
 """What stands before the parameters' names in a Lightning file."""
 _EXIT_PREFIX = "exits."
+_CLASSIFIER = ".classifier."
 
 
 @dataclass
@@ -211,13 +212,18 @@ def _check_source(path: Path, source: Path, hashes: Mapping[str, str]) -> None:
 
 
 def _start(source: Path, config: ModelConfig, expected: set[str]) -> dict[str, Tensor] | None:
-    """The weights that training started from, if the directory has a model of the same tensors."""
+    """The weights that training started from, if the directory has a model of the same tensors.
+
+    Classifiers may be missing there: they are added by training.
+    """
     if not any(source.glob("model*.safetensors")):
         return None
     weights = read_weights(source, config.tie_word_embeddings)
     if (source / EXITS_WEIGHTS).is_file():
         weights |= read_tensors(source / EXITS_WEIGHTS)
-    return weights if weights.keys() == expected else None
+    missing = expected - weights.keys()
+    is_same = weights.keys() <= expected and all(_CLASSIFIER in name for name in missing)
+    return weights if is_same else None
 
 
 def _read_directory(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

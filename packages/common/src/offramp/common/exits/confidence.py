@@ -9,6 +9,7 @@ Legend: N packed tokens, D model, V vocabulary (or a shortlist of it).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -40,17 +41,34 @@ def cosine(state: Tensor, previous: Tensor) -> Tensor:
     return F.cosine_similarity(state.float(), previous.float(), dim=-1).clamp(max=1.0)
 
 
-def confidence(measure: Measure, logits: Tensor | None, state: Tensor, previous: Tensor) -> Tensor:
+def classifier(state: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """What a linear classifier makes of the state (CALM, section 3.5): [N, D], [D], [1] -> [N]."""
+    # In what order torch adds depends on the rows beside. In fp64 that is lost when the sum is rounded to fp32.
+    return ((state.double() * weight).sum(dim=-1) + bias).float().sigmoid()
+
+
+def confidence(
+    measure: Measure,
+    logits: Tensor | None,
+    state: Tensor,
+    previous: Tensor,
+    exit_classifier: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Apply a measure by name: [N].
 
     Args:
         measure: its name.
-        logits: [N, V]; `cosine` does not need them and accepts None.
+        logits: [N, V]; measures of states (`STATE_MEASURES`) do not need them and accept None.
         state: [N, D] after the exit layer.
         previous: [N, D] after the layer before.
+        exit_classifier: that of the exit, [N, D] -> [N]; `classifier` needs it.
     """
     if measure == "cosine":
         return cosine(state, previous)
+    if measure == "classifier":
+        if exit_classifier is None:
+            raise ValueError("the measure 'classifier' is what a classifier of the exit says")
+        return exit_classifier(state)
     if logits is None:
         raise ValueError(f"the measure {measure!r} is computed on logits")
     return {"max_probability": max_probability, "margin": margin, "entropy": entropy}[measure](logits)

@@ -23,12 +23,15 @@ class ExitConfig:
             whole Transformer block, then a norm (EE-LLM's exit block).
         tied: exits share the model's unembedding; otherwise each has its own.
         adapter_dim: width of the adapter's hidden layer; None is a single linear map.
+        classifier: every exit has a classifier of its own that tells from the state after the exit layer whether what
+            the exit says will do; the confidence measure `classifier`. Another part than the head, trained later.
     """
 
     layers: tuple[int, ...] = ()
     head: HeadKind = "norm"
     tied: bool = True
     adapter_dim: int | None = None
+    classifier: bool = False
 
     def __post_init__(self) -> None:
         if self.head not in get_args(HeadKind):
@@ -37,13 +40,16 @@ class ExitConfig:
             raise OfframpError("exit head 'final' shares the model's norm and unembedding, so it cannot be untied.")
         if self.adapter_dim is not None and (self.head != "adapter" or self.adapter_dim < 1):
             raise OfframpError(f"adapter_dim {self.adapter_dim} needs exit head 'adapter' and must be at least 1.")
+        if not isinstance(self.classifier, bool):
+            raise OfframpError(f"classifier {self.classifier!r} must be true or false.")
         if list(self.layers) != sorted(set(self.layers)):
             raise OfframpError(f"exit layers {list(self.layers)} must be ascending and without duplicates.")
 
     def describe(self) -> str:
         """Its kind in words, whatever the layers."""
         width = "" if self.adapter_dim is None else f" of width {self.adapter_dim}"
-        return f"{self.head}{width}, {'tied' if self.tied else 'untied'}"
+        classifier = ", with classifiers" if self.classifier else ""
+        return f"{self.head}{width}, {'tied' if self.tied else 'untied'}{classifier}"
 
     def check(self, num_layers: int) -> None:
         """Raise `OfframpError` unless every exit layer lies inside a model of `num_layers` layers."""

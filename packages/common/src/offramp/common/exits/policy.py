@@ -9,7 +9,9 @@ from typing import Any, Literal, get_args
 
 from offramp.common.errors import OfframpError
 
-Measure = Literal["max_probability", "margin", "entropy", "cosine"]
+Measure = Literal["max_probability", "margin", "entropy", "cosine", "classifier"]
+STATE_MEASURES: frozenset[Measure] = frozenset(("cosine", "classifier"))
+"""Measures of states: they look at no logits, so it is nothing to them which tokens are on a shortlist."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,9 @@ class ExitPolicy:
             be surer. None keeps thresholds constant, and those of 1 or more, which mean never, are kept in any case.
         shortlist: token ids that may be said at an exit, and over which logit measures are computed, which is far
             cheaper than over the whole vocabulary (None). A row that is sure enough on the shortlist leaves only if its
-            best token there is its best token of the whole vocabulary; otherwise it goes on. `cosine` looks at no
-            logits, so it leaves with any token. Where tokens are drawn, the one drawn need not be on the list.
+            best token there is its best token of the whole vocabulary; otherwise it goes on. Measures of states look at
+            no logits, so with them it leaves with any token. Where tokens are drawn, the one drawn need not be on the
+            list.
         shortlist_only: whether the best token of the shortlist is what an exit says, whatever the measure, and nobody
             asks for the best of the whole vocabulary. Then a row that is sure leaves, and an exit never reads the whole
             unembedding, which at small batches costs as much as several layers. Not where tokens are chosen by more
@@ -92,6 +95,14 @@ class ExitPolicy:
             for token in (min(self.shortlist), max(self.shortlist)):  # of thousands, and asked for every request
                 if not 0 <= token < vocab_size:
                     raise OfframpError(f"the shortlist names token {token}, outside the vocabulary of {vocab_size}.")
+
+    def check_measure(self, *, has_classifiers: bool) -> None:
+        """Raise `OfframpError` if the measure needs what exits do not have; see `ExitConfig.classifier`."""
+        if self.measure == "classifier" and not has_classifiers:
+            raise OfframpError(
+                "measure 'classifier' asks the exits' classifiers, and this model has none; train them, or choose "
+                "another measure."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Plain containers for `exits.json`."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offramp.common.errors import OfframpError
+from offramp.common.exits.confidence import classifier
 from offramp.common.exits.config import ExitConfig
 from offramp.common.model.block import MLP, Block
 from offramp.common.model.config import ModelConfig
@@ -54,6 +55,26 @@ class Adapter(nn.Module):
         return h + self.proj(x) * scale
 
 
+class ExitClassifier(nn.Linear):
+    """Tells from the state after the exit layer how sure the exit is (CALM, section 3.5); at first it knows nothing.
+
+    CALM trains one for all layers. Here each exit has its own, since states grow with depth; one for all is the case
+    that all are equal.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1)
+
+    def reset_parameters(self) -> None:
+        """Half sure of everything."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """States [N, D] -> confidences [N] fp32 in [0, 1]."""
+        return classifier(input, self.weight[0], self.bias)
+
+
 class ExitHead(nn.Module):
     """One early exit. Its unembedding is its own (`unembed`), or the model's when tied."""
 
@@ -74,6 +95,7 @@ class ExitHead(nn.Module):
                 self.block = Block(config)
         self.norm = RMSNorm(size, eps) if exits.head not in ("bare", "final") else None
         self.unembed = None if exits.tied else nn.Linear(size, config.vocab_size, bias=False)
+        self.classifier = ExitClassifier(size) if exits.classifier else None
 
     def transform(self, h: Tensor, layout: BatchLayout | None = None) -> Tensor:
         """The state [..., D] that the unembedding reads, before `final`'s shared norm.

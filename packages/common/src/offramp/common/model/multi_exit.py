@@ -6,7 +6,7 @@ Legend: B batch, T time, D model, V vocabulary, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
-from offramp.common.model.exit_head import ExitHead, HeadShape
+from offramp.common.model.exit_head import ExitClassifier, ExitHead, HeadShape
 from offramp.common.model.fresh_weights import fresh_weight
 from offramp.common.model.layout import BatchLayout
 from offramp.common.model.norm import RMSNorm
@@ -90,6 +90,13 @@ class MultiExitDecoder(nn.Module, Generic[ConfigT, LayoutT]):
             if exit_layer > depth:
                 del self.exits[str(exit_layer)]
 
+    def add_classifiers(self) -> None:
+        """Give every early exit a classifier that knows nothing yet, in place of any that it has."""
+        self.exit_config = replace(self.exit_config, classifier=True)
+        for head in self.exits.values():
+            assert isinstance(head, ExitHead)
+            head.classifier = ExitClassifier(self.config.hidden_size).to(self.norm.weight)
+
     @property
     def exit_layers(self) -> tuple[int, ...]:
         """All exits, the final one last."""
@@ -124,6 +131,10 @@ class MultiExitDecoder(nn.Module, Generic[ConfigT, LayoutT]):
             if own is not None:
                 return own.weight
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def exit_classifier(self, exit_layer: int) -> ExitClassifier | None:
+        """What tells from the states after `exit_layer` layers how sure that early exit is; None if it has none."""
+        return self._head(exit_layer).classifier
 
     def exit_logits(self, h: Tensor, exit_layer: int, layout: LayoutT | None = None) -> Tensor:
         """Logits [..., V] of an exit from the state [..., D] after `exit_layer` layers."""
@@ -176,6 +187,8 @@ class MultiExitDecoder(nn.Module, Generic[ConfigT, LayoutT]):
         for exit_layer in self.exit_config.layers:
             head = self._head(exit_layer)
             self.reset_parameters(seed, f"exits.{exit_layer}.")
+            if head.classifier is not None:
+                head.classifier.reset_parameters()  # drawn, it would be sure of anything
             if init == "copy":
                 block, last = self.layers[exit_layer - 1], self.layers[-1]
                 # An own unembedding says at first what the model's says behind its factor.

@@ -19,8 +19,9 @@ def probe_json(readings: Sequence[PositionReading], decode: Decode) -> list[dict
 
     `position` counts from 0, `token_id` and `token` are what stands there, and `exits` holds for each exit layer (as a
     string, the final exit too) what it says comes next: `top`, the most probable tokens as `token_id`, `token` and
-    `probability`; `confidence`, every measure over the whole vocabulary; and `tested`, what the exit test compares with
-    the threshold, over the policy's shortlist (null at the final exit, and without an exit policy).
+    `probability`; `confidence`, every measure over the whole vocabulary, `classifier` where the exit has one; and
+    `tested`, what the exit test compares with the threshold, over the policy's shortlist (null at the final exit, and
+    without an exit policy).
     """
     return [
         {
@@ -65,9 +66,10 @@ def probe_table(
         for layer, reading in one.exits.items():
             mark = "*" if said_at.get(one.position) == layer else " "
             best = "  ".join(f"{decode(token)!r} {share:.2f}" for token, share in reading.top)
-            lines.append(f"   {mark} layer {layer:{width}} {_confidence(reading, shown):5.2f}   {best}")
+            lines.append(f"   {mark} layer {layer:{width}} {_confidence(reading, shown)}   {best}")
     return "\n".join(lines)
 
 
-def _confidence(reading: ExitReading, measure: Measure) -> float:
-    return reading.confidence[measure] if reading.tested is None else reading.tested
+def _confidence(reading: ExitReading, measure: Measure) -> str:
+    value = reading.confidence.get(measure) if reading.tested is None else reading.tested
+    return "    -" if value is None else f"{value:5.2f}"  # the final exit has no classifier

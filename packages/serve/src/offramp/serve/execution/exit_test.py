@@ -18,7 +18,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from offramp.common.exits.confidence import confidence
-from offramp.common.exits.policy import ExitPolicy, Measure
+from offramp.common.exits.policy import STATE_MEASURES, ExitPolicy, Measure
 from offramp.serve.execution.sweep import BestTokens, LeftRows, Mask, PickedRows, Places, Sweep
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.head_output import HeadOutput
@@ -40,7 +40,7 @@ class ExitRule:
     Attributes:
         measure: confidence measure.
         heads: exit layer -> what the measure looks at: that exit's unembedding, the very `PackedExit.unembed`, or its
-            shortlist. Not used by `cosine`, which looks at states.
+            shortlist. Not used by measures of states.
         on_shortlist: [vocabulary] bool: a row that is sure stays inside if its best token of all is not on the
             shortlist. None: it never has to.
         shortlist_only: whether the best token of the shortlist is the exit's; see `ExitPolicy`.
@@ -87,10 +87,12 @@ class ExitRules:
         """Exits of a request; None if it can take none.
 
         Raises:
-            OfframpError: a threshold names a layer without an exit, or the shortlist a token that does not exist.
+            OfframpError: a threshold names a layer without an exit, the shortlist a token that does not exist, or the
+                measure asks classifiers that are not there.
         """
         layers = [layer for layer in self._model.exits if layer != self._model.config.num_layers]
         policy.check(layers, self._model.config.vocab_size)
+        policy.check_measure(has_classifiers=self._model.has_exit_classifiers)
         if all(value >= _NEVER or layer < policy.min_layer for layer, value in policy.thresholds.items()):
             return None
         key = (policy.measure, policy.shortlist, policy.shortlist_only)
@@ -111,7 +113,7 @@ class ExitRules:
         )
 
     def _on_shortlist(self, policy: ExitPolicy) -> Mask | None:
-        if policy.shortlist is None or policy.measure == "cosine":
+        if policy.shortlist is None or policy.measure in STATE_MEASURES:
             return None
         on_shortlist = np.zeros(self._model.config.vocab_size, dtype=np.bool_)
         on_shortlist[list(policy.shortlist)] = True
@@ -119,7 +121,7 @@ class ExitRules:
 
     def _heads(self, policy: ExitPolicy, layers: Sequence[int]) -> dict[int, Unembedding]:
         exits = self._model.exits
-        if policy.measure == "cosine" and not policy.shortlist_only:
+        if policy.measure in STATE_MEASURES and not policy.shortlist_only:
             return {}
         if policy.shortlist is None:
             return {layer: exits[layer].unembed for layer in layers}
@@ -328,10 +330,12 @@ class IterationExits:
     ) -> tuple[Tensor, Scored]:
         """Confidences [n] of the rows at `places`, and what else became known of them."""
         rule = group.rule
+        x = sweep.select(sweep.x, places)
         if rule.measure == "cosine":
-            values = self._model.cosine(sweep.select(sweep.x, places), sweep.select(sweep.previous, places))
-            return values, Scored(places)
-        x, rows, head = sweep.select(sweep.x, places), sweep.rows, rule.heads[layer]
+            return self._model.cosine(x, sweep.select(sweep.previous, places)), Scored(places)
+        if rule.measure == "classifier":
+            return self._model.classify(layer, x), Scored(places)
+        rows, head = sweep.rows, rule.heads[layer]
         if self._model.has_exit_blocks:
             rows = sweep.select_rows(places)
         whole = head is self._model.exits[layer].unembed

@@ -16,6 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 from offramp.common.errors import OfframpError
+from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.execution.kept_tokens import KeptTokens
@@ -80,21 +81,22 @@ def exit_policy(options: ExitOptions, default: ExitPolicy | None) -> ExitPolicy 
     return policy
 
 
-def check_exits(options: ExitOptions, default: ExitPolicy | None, layers: Sequence[int], vocab_size: int) -> None:
+def check_exits(options: ExitOptions, default: ExitPolicy | None, exits: ExitConfig, vocab_size: int) -> None:
     """Raise `OfframpError` if a request asks for exits that a model does not have.
 
     Args:
         options: of the request.
         default: the checkpoint's policy.
-        layers: where the model has exits.
+        exits: what the model has.
         vocab_size: V.
     """
     static = options.static_layer
-    if static is not None and static not in layers:
-        raise OfframpError(f"static_layer {static} is no exit of this model; its exits are at {list(layers)}.")
+    if static is not None and static not in exits.layers:
+        raise OfframpError(f"static_layer {static} is no exit of this model; its exits are at {list(exits.layers)}.")
     policy = exit_policy(options, default)
     if policy is not None:
-        policy.check(layers, vocab_size)
+        policy.check(exits.layers, vocab_size)
+        policy.check_measure(has_classifiers=exits.classifier)
 
 
 def bound_layers(item: ScheduledRequest) -> Sequence[int] | None:

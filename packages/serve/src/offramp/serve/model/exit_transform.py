@@ -8,6 +8,7 @@ Legend: N rows, D model, F features between the maps of a head, V vocabulary (or
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offramp.common.exits import confidence
-from offramp.common.model.exit_head import ExitHead
+from offramp.common.model.exit_head import ExitClassifier, ExitHead
 from offramp.common.model.norm import RMSNorm
 from offramp.serve.model import ops
 from offramp.serve.model.head_output import HeadOutput
@@ -36,6 +37,12 @@ def cosine(kernels: ChosenKernels) -> Callable[[Tensor, Tensor], Tensor]:
     """The cosine between states and those before the layer, [N, D] x2 -> [N] fp32, that goes with `kernels`."""
     library = native_library() if kernels == "native" else None
     return confidence.cosine if library is None else library.ops.cosine.default
+
+
+def exit_classifier(trained: ExitClassifier) -> Callable[[Tensor], Tensor]:
+    """The confidence measure `classifier` of one exit, of states [N, D] -> [N] fp32; torch computes it everywhere."""
+    weight, bias = trained.weight[0].detach().float(), trained.bias.detach().float()
+    return functools.partial(confidence.classifier, weight=weight, bias=bias)
 
 
 class ExitTransform:

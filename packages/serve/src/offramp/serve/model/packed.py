@@ -9,7 +9,7 @@ Legend: N rows, D model, V vocabulary, C cache layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -26,7 +26,7 @@ from offramp.serve import memory
 from offramp.serve.config import Kernels, Quantization
 from offramp.serve.devices import CPU
 from offramp.serve.kv_cache.storage import KVStorage
-from offramp.serve.model.exit_transform import ExitTransform, HeadMeasure, cosine
+from offramp.serve.model.exit_transform import ExitTransform, HeadMeasure, cosine, exit_classifier
 from offramp.serve.model.flash_attention import can_flash
 from offramp.serve.model.graphs import Capture
 from offramp.serve.model.head_output import HeadOutput
@@ -54,6 +54,7 @@ class PackedExit:
         unembed: D -> V.
         weight: [V, D] that of the unembedding, plain, for shortlists.
         next_cache_layer: the first cache layer that a row which leaves here has to fill; the others follow it.
+        classifier: the confidence measure of that name, of states [N, D]; None if the exit has none.
     """
 
     layer: int
@@ -62,6 +63,7 @@ class PackedExit:
     unembed: Unembedding
     weight: Tensor
     next_cache_layer: int
+    classifier: Callable[[Tensor], Tensor] | None = None
 
 
 class PackedModel:
@@ -76,6 +78,7 @@ class PackedModel:
         exits: exit layer -> exit, ascending; the final one is the last.
         num_cache_layers: C. An exit head with a block has a cache layer of its own, after that of its exit layer.
         has_exit_blocks: whether exit heads have blocks.
+        has_exit_classifiers: whether early exits have classifiers.
         cosine: the confidence measure of that name, of states [N, D] and those before the layer.
     """
 
@@ -125,6 +128,7 @@ class PackedModel:
         if release and model.embed_tokens.weight.dtype == dtype:
             model.embed_tokens.weight.data = self._embedding
         self.has_exit_blocks = model.exit_config.head == "block"
+        self.has_exit_classifiers = model.exit_config.classifier
         heads = {e: cast(ExitHead, model.exits[str(e)]) for e in model.exit_config.layers}
         backbone = [cast(Block, block) for block in model.layers]
 
@@ -161,6 +165,7 @@ class PackedModel:
                 unembed=unembed if own is None else self.unembedding(own),
                 weight=shared if own is None else own,
                 next_cache_layer=after_exit[layer],
+                classifier=None if head.classifier is None else exit_classifier(head.classifier),
             )
         final = config.num_layers
         if final_shortlist is not None:
@@ -218,6 +223,12 @@ class PackedModel:
         """What `exit_state` gives, and what follows from it by an unembedding; see `ExitTransform.test`."""
         point = self.exits[layer]
         return point.transform.test(x if point.block is None else point.block.run(x, rows, cache), unembed, measure)
+
+    def classify(self, layer: int, x: Tensor) -> Tensor:
+        """How sure the classifier of exit `layer` is of states [N, D] after that layer: [N] fp32."""
+        classifier = self.exits[layer].classifier
+        assert classifier is not None, "the exit has no classifier"
+        return classifier(x)
 
     def fill(self, layer: int, x: Tensor, rows: Rows, cache: KVStorage) -> None:
         """Write keys and values of all cache layers after exit `layer` from the states [N, D] that left there."""
