@@ -17,6 +17,7 @@ import psutil
 from offramp.serve.http.keys import add_key
 
 STOP_TIMEOUT_S = 60.0
+_ACCESS_LOG = "access.log"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Door:
         model: Name of the model behind it.
         commands: The processes that were started for it, by name; they may have children.
         metrics_url: Where TorchServe tells how the engine is, if it is there.
+        access_log: A line of JSON for each request.
     """
 
     port: int
@@ -36,6 +38,7 @@ class Door:
     model: str
     commands: dict[str, int]
     metrics_url: str | None = None
+    access_log: Path | None = None
 
     def processes(self) -> dict[str, psutil.Process]:
         """All processes of it by a name that says what they do."""
@@ -58,7 +61,8 @@ def torchserve(folder: Path, checkpoint: Path, engine: Sequence[str], *, model: 
         url = base_url.partition("/predictions")[0]
         key = _settings(folder, {"models": {model: {"url": url, "version": "1.0"}}})
         with _command(folder, "gateway", ["-c", str(folder / "door.yaml")]) as (gateway, said):
-            yield Door(_port(said), key, model, {"offramp serve": server, "gateway": gateway}, metrics_url)
+            commands = {"offramp serve": server, "gateway": gateway}
+            yield Door(_port(said), key, model, commands, metrics_url, folder / _ACCESS_LOG)
 
 
 @contextlib.contextmanager
@@ -68,7 +72,7 @@ def in_process(folder: Path, checkpoint: Path, engine: Sequence[str], *, model: 
     key = _settings(folder, {})
     options = [str(checkpoint), "--backend", "asgi", "-c", str(folder / "door.yaml"), "--name", model, *engine]
     with _command(folder, "serve", options) as (server, said):
-        yield Door(_port(said), key, model, {"door and engine": server})
+        yield Door(_port(said), key, model, {"door and engine": server}, access_log=folder / _ACCESS_LOG)
 
 
 BACKENDS = {"torchserve": torchserve, "asgi": in_process}
@@ -76,7 +80,7 @@ BACKENDS = {"torchserve": torchserve, "asgi": in_process}
 
 def _settings(folder: Path, more: dict[str, object]) -> str:
     """Writes `door.yaml`; gives a key."""
-    settings = {"port": 0, "keys": "keys.json", "access_log": "access.log", **more}
+    settings = {"port": 0, "keys": "keys.json", "access_log": _ACCESS_LOG, **more}
     (folder / "door.yaml").write_text(json.dumps(settings))  # JSON is YAML
     return add_key(folder / "keys.json", "benchmark")
 

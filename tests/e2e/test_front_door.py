@@ -7,6 +7,7 @@ import json
 
 import openai
 import pytest
+from benchmarks.door.openai_client import OpenAIClient
 from benchmarks.door.random_clients import Question, ask_beforehand, load
 from benchmarks.door.servers import Door
 
@@ -17,6 +18,7 @@ from helpers.torchserve import CACHE_TOKENS, MAX_NUM_SEQS, MAX_WAITING, NAME, Se
 
 pytestmark = pytest.mark.slow
 
+END_TOKEN = 1  # of the tokenizer; the model never stops by itself
 TEXTS: dict[str, str] = {}
 """What each backend has said to the same question."""
 
@@ -36,6 +38,13 @@ def test_the_answer_is_the_same_whatever_is_behind(behind: Behind) -> None:
     assert chat.usage is not None
     assert chat.usage.completion_tokens == 5
     assert behind.client.models.retrieve(NAME).id == NAME
+
+
+def test_the_official_client_finds_no_fault(behind: Behind) -> None:
+    url = f"{behind.opened.server.url}/v1"
+    tried, faults = OpenAIClient(url, behind.key, NAME, END_TOKEN).run(together=MAX_NUM_SEQS)
+    assert len(tried) > 10
+    assert faults == []
 
 
 def test_refusals_are_the_same_whatever_is_behind(behind: Behind) -> None:

@@ -114,6 +114,17 @@ def test_a_client_that_sends_on_learns_why_it_is_refused(opened: Opened) -> None
     assert (status, json.loads(body)["error"]["code"]) == (413, "request_too_large")
 
 
+@pytest.mark.parametrize(
+    "head", ["content-length: 5, 6\r\n", "content-length: 2000000\r\ntransfer-encoding: chunked\r\n"]
+)
+def test_a_client_whose_body_follows_a_head_that_is_none_learns_it(opened: Opened, head: str) -> None:
+    with opened.connect(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{JSON}{head}\r\n".encode()) as connection:
+        for _ in range(4):  # with what comes after a reset the system would tell of it
+            time.sleep(0.02)
+            connection.sendall(b"x" * 500_000)
+        assert connection.recv(65_536).startswith(b"HTTP/1.1 400 ")
+
+
 def test_a_body_that_grows_too_long_is_not_read_to_the_end(opened: Opened) -> None:
     chunk = b"2710\r\n" + b" " * 10_000 + b"\r\n"
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{JSON}transfer-encoding: chunked\r\n\r\n".encode()

@@ -16,6 +16,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from offramp.serve.http.exchange import Exchange
+from offramp.serve.http.response import READ_ON_S
 from offramp.serve.http.settings import DoorSettings
 from offramp.serve.protocol.errors import PHRASES, ApiError, bad_request
 from offramp.serve.protocol.replies import JSON, encode
@@ -45,6 +46,7 @@ def connection_type(settings: DoorSettings, max_connections: int) -> type[H11Pro
             self.access_log = False  # uvicorn's own would have queries in it
             self._head = _Deadline(self.loop, settings.header_timeout_s, transport.abort)
             self._reader = _Deadline(self.loop, settings.write_timeout_s, transport.abort)
+            self._refused = _Deadline(self.loop, READ_ON_S, transport.close)
             self._head.set()
             if len(self.connections) > max_connections:
                 nonlocal said_at
@@ -54,9 +56,13 @@ def connection_type(settings: DoorSettings, max_connections: int) -> type[H11Pro
                 transport.abort()
 
         def data_received(self, data: bytes) -> None:
+            if self._refused.is_set:
+                return
             if self.conn.their_state is h11.MUST_CLOSE:
                 return  # what follows a request that was to be the last, such as the line break that some clients add
             super().data_received(data)
+            if self._refused.is_set:
+                return
             # Between two requests uvicorn's own timer runs, until the first byte of the next.
             if self.conn.their_state is h11.IDLE:
                 self._head.set()
@@ -90,11 +96,27 @@ def connection_type(settings: DoorSettings, max_connections: int) -> type[H11Pro
                     f"content-length: {len(body)}\r\nx-request-id: {exchange.request_id}\r\nconnection: close\r\n\r\n"
                 )
                 self.transport.write(head.encode("ascii") + body)
-                self.transport.close()
+                self._leave_reading()
                 exchange.status, exchange.sent_bytes = error.status, len(body)
-            else:  # in the middle of an answer there is no place to say it
+            elif self.conn.our_state is h11.SEND_BODY:  # only a refusal is sent before the body has been read
+                self._leave_reading()
+            else:  # there is no place to say it
                 self.transport.abort()
             exchange.write()
+
+        def _leave_reading(self) -> None:
+            """Ends the connection when the client does, or soon: what it is still sending is read and forgotten.
+
+            A connection that is closed with something unread is reset, and the client might never see why.
+            """
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.cycle.disconnected = True  # nothing is to be written any more
+                self.cycle.message_event.set()
+            self.flow.resume_reading()
+            self._head.lift()
+            self._refused.set()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -104,6 +126,7 @@ def connection_type(settings: DoorSettings, max_connections: int) -> type[H11Pro
         def connection_lost(self, exc: Exception | None) -> None:
             self._head.lift()
             self._reader.lift()
+            self._refused.lift()
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
@@ -147,6 +170,10 @@ class _Deadline:
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, then: Callable[[], None]) -> None:
         self._loop, self._seconds, self._then = loop, seconds, then
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._timer is not None
 
     def set(self) -> None:
         if self._timer is None:

@@ -11,7 +11,8 @@ from offramp.serve.http.exchange import Exchange
 from offramp.serve.protocol.errors import ApiError
 from offramp.serve.protocol.replies import EVENT_STREAM, JSON, encode
 
-_READ_ON_S = 2.0
+READ_ON_S = 2.0
+"""How long what is left of a refused request is read."""
 _READ_ON_BYTES = 16_000_000
 
 
@@ -86,7 +87,7 @@ class Response:
         why it was refused (RFC 9112, section 9.6).
         """
         read = 0
-        with anyio.move_on_after(_READ_ON_S):
+        with anyio.move_on_after(READ_ON_S):
             while read < _READ_ON_BYTES:
                 message = await self._receive()
                 read += len(message.get("body", b""))
