@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 
 from offramp.common.errors import OfframpError
 from offramp.train.confidence_training import ConfidenceTrainingModule
-from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+from offramp.train.data.batch import IGNORED_LABEL, AnyBatch, PairBatch, TokenBatch
 from offramp.train.module import MultiExitModule
 from offramp.train.optim import OptimizerConfig
 from offramp.train.priming import ExitPrimingModule, PrimingDataModule
@@ -32,14 +32,17 @@ OF_THE_MACHINE = (
 class Steps:
     """A resumable, rank-aware loader: step s takes the next rows of `rows`, rank r its part of them."""
 
+    make: Callable[[list[tuple[int, int]], int], AnyBatch]
+
     def __init__(self, rows: list[tuple[int, int]], batch_size: int, replicas: int, rank: int, time: int) -> None:
+        self.make = make_batch
         self.rows, self.batch_size, self.replicas, self.rank, self.time = rows, batch_size, replicas, rank, time
         self.done = self.start = 0
 
     def __len__(self) -> int:
         return -(-len(self.rows) // (self.batch_size * self.replicas))
 
-    def __iter__(self) -> Iterator[TokenBatch]:
+    def __iter__(self) -> Iterator[AnyBatch]:
         start, self.start = self.start, 0
         self.done = start
         size = self.batch_size * self.replicas
@@ -47,7 +50,7 @@ class Steps:
             rows = self.rows[step * size : (step + 1) * size]
             rows += [(-1, 0)] * (size - len(rows))
             self.done += 1
-            yield make_batch(rows[self.rank * self.batch_size : (self.rank + 1) * self.batch_size], self.time)
+            yield self.make(rows[self.rank * self.batch_size : (self.rank + 1) * self.batch_size], self.time)
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": self.done}
@@ -64,6 +67,19 @@ def make_batch(rows: list[tuple[int, int]], time: int) -> TokenBatch:
     labels[torch.arange(time) < torch.tensor([[prompt] for _, prompt in rows])] = IGNORED_LABEL
     labels[first[:, 0] < 0] = IGNORED_LABEL
     return TokenBatch(tokens[:, :-1].contiguous(), labels, torch.zeros(len(rows), time, dtype=torch.long))
+
+
+def make_pairs(rows: list[tuple[int, int]], time: int) -> PairBatch:
+    """The same rows as targets, without their prompts, and their reversals as sources; 1 ends both."""
+    tokens = make_batch(rows, time)
+    sources = torch.zeros(len(rows), time + 1, dtype=torch.long)
+    inputs, labels = torch.zeros_like(tokens.labels), torch.full_like(tokens.labels, IGNORED_LABEL)
+    for row, own in enumerate(tokens.labels):
+        target = [*own[own != IGNORED_LABEL].tolist()[:-1], 1] if (own != IGNORED_LABEL).any() else []
+        inputs[row, 1 : len(target)] = torch.tensor(target[:-1])
+        labels[row, : len(target)] = torch.tensor(target)
+        sources[row, : len(target)] = torch.tensor([*target[-2::-1], 1] if target else [])
+    return PairBatch(sources, (sources != 0).long(), inputs, labels, (labels != IGNORED_LABEL).long())
 
 
 class Numbers(pl.LightningDataModule):
@@ -86,6 +102,15 @@ class Numbers(pl.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         return self._steps([(3 * row + 1, row % 3) for row in range(7)], 6)
+
+
+class Pairs(Numbers):
+    """The same for an encoder-decoder model."""
+
+    def _steps(self, rows: list[tuple[int, int]], time: int) -> Steps:
+        steps = super()._steps(rows, time)
+        steps.make = make_pairs
+        return steps
 
 
 class Said(pl.Callback):
@@ -187,7 +212,7 @@ def fit(
     runner.fit(model, datamodule=on_states or data(), ckpt_path=resume)
     runner.save_checkpoint(out)
     logged = {name: float(value) for name, value in runner.callback_metrics.items()}
-    (again,) = runner.validate(model, datamodule=Numbers(), verbose=False)
+    (again,) = runner.validate(model, datamodule=data(), verbose=False)
     return {
         "metrics": dict(memory.metrics),
         "logged": logged,

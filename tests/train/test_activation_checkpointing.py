@@ -43,7 +43,7 @@ def gradients(case: Case, checkpointed: bool, dtype: torch.dtype | None) -> dict
             x, done = micro.tokens.input_ids, []
             for index, stage in enumerate(stages):
                 received = x if index == 0 else x.detach().requires_grad_()
-                x, cuts = stage(received, layout)
+                x, cuts, _ = stage(received, layout)
                 done.append((received, x, cuts))
             gradient = None
             for stage, (received, output, cuts) in zip(reversed(stages), reversed(done), strict=True):
@@ -72,7 +72,7 @@ def test_nothing_is_recomputed_in_evaluation() -> None:
     stage = Stage(model, plan_stages(model.config, model.exit_config, 1), 0, checkpoint_activations=True)
     micro = case.batch(0)
     with torch.no_grad():
-        output, _ = stage(micro.tokens.input_ids, model.layout(micro.tokens.input_ids))
+        output, *_ = stage(micro.tokens.input_ids, model.layout(micro.tokens.input_ids))
     assert not output.requires_grad
 
 

@@ -26,7 +26,7 @@ def test_stages_in_a_row_are_the_model(placement: ExitPlacement, exits: ExitConf
     x, names = ids, set()
     for index in range(3):
         stage = Stage(model, plan, index)
-        x, cuts = stage(x, layout)
+        x, cuts, _ = stage(x, layout)
         names |= set(stage.state_dict())
         assert tuple(cuts) == plan.exits_of(index)
         for layer, (_, h) in cuts.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
@@ -28,13 +28,16 @@ def is_encoder_decoder(directory: Path) -> bool:
     return file.is_file() and read_json(file).get("model_type") == MODEL_TYPE
 
 
-def read_config(hf: Mapping[str, Any], directory: Path | None = None) -> AnyConfig:
+def read_config(
+    hf: Mapping[str, Any], directory: Path | None = None, tensors: Collection[str] | None = None
+) -> AnyConfig:
     """The configuration of either family.
 
     Args:
         hf: a Hugging Face configuration.
         directory: with the weights, where they are to be read: transformers 5 writes the same configuration for a v1.1
             with an unembedding of its own and for one without, and only the files tell.
+        tensors: names of the weights in place of the directory, where they are known.
 
     Raises:
         OfframpError: the architecture or one of its options is not supported, or a field is missing.
@@ -43,7 +46,9 @@ def read_config(hf: Mapping[str, Any], directory: Path | None = None) -> AnyConf
         return ModelConfig.from_hf(hf)
     config = T5Config.from_hf(hf)
     is_open = hf.get("tie_word_embeddings", True) is not False and not config.tie_word_embeddings
-    if is_open and directory is not None and "lm_head.weight" not in stored_names(directory):
+    if tensors is None and directory is not None and is_open:
+        tensors = stored_names(directory)
+    if is_open and tensors is not None and "lm_head.weight" not in tensors:
         return replace(config, tie_word_embeddings=True)
     return config
 

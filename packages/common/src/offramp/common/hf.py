@@ -124,9 +124,9 @@ def stored_weights(
     return found
 
 
-def read_weights(directory: Path, tied: bool, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
-    """As `stored_weights`, read."""
-    return read_stored(stored_weights(directory, tied, wanted))
+def read_weights(directory: Path, tied: bool, names: WeightNames = DECODER_ONLY_NAMES) -> dict[str, Tensor]:
+    """As `stored_weights`, all of them, read."""
+    return read_stored(stored_weights(directory, tied, names=names))
 
 
 def write_weights(

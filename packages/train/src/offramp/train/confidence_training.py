@@ -33,7 +33,7 @@ from offramp.train.classifier_objective import (
     balanced_accuracy,
     classifier_losses,
 )
-from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+from offramp.train.data.batch import IGNORED_LABEL, AnyBatch
 from offramp.train.optim import OptimizerConfig
 from offramp.train.state_cache import CachedStates
 from offramp.train.state_training import CachedBatch, StateTrainingModule, Take
@@ -236,7 +236,7 @@ class ConfidenceTrainingModule(StateTrainingModule):
     # ---- validation
 
     @override
-    def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Keep what the classifiers say of a batch, and what would have been right."""
         tokens = self.prepare(batch, training=False).tokens
         states = self.states_of(tokens, tokens.labels != IGNORED_LABEL)

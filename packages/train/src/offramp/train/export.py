@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from offramp.common.checkpoint import DTYPES, Checkpoint, save_checkpoint
+from offramp.common.checkpoint import DTYPES, CheckpointOf, save_checkpoint
 from offramp.common.errors import OfframpError
-from offramp.common.model.config import ModelConfig
-from offramp.common.model.transformer import MultiExitTransformer
+from offramp.common.families import check_dtype, make_model
 from offramp.train.trained_model import TrainedModel, join
 from offramp.train.training_checkpoint import CHECKPOINTS, newest_whole
 
@@ -53,10 +52,11 @@ def export_checkpoint(
     kept = trained.keeps_backbone
     stored = trained.backbone_dtype if kept else torch.float32
     wanted = stored if dtype is None else DTYPES[dtype]
+    check_dtype(trained.config, wanted)
     with torch.device("meta"):
-        model = MultiExitTransformer(ModelConfig.from_hf(trained.record["hf_config"]), trained.exits)
+        model = make_model(trained.config, trained.exits)
     model.load_state_dict(trained.weights, assign=True)
-    checkpoint = Checkpoint(
+    checkpoint = CheckpointOf(
         model=model.to(dtype=wanted),
         hf_config=trained.record["hf_config"],
         policy=trained.policy,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offramp.common.errors import OfframpError
-from offramp.train.data.batch import TokenBatch
+from offramp.train.data.batch import AnyBatch
 from offramp.train.row_draws import row_generator
 
 
@@ -33,7 +33,7 @@ def check_probabilities(probabilities: Mapping[int, float], exit_layers: tuple[i
 
 
 def draw_exit_depths(
-    batch: TokenBatch, probabilities: Mapping[int, float], num_layers: int, seed: int, step: int
+    batch: AnyBatch, probabilities: Mapping[int, float], num_layers: int, seed: int, step: int
 ) -> Tensor:
     """[B, T] int64: after how many layers each token's state is frozen; `num_layers` is not at all.
 

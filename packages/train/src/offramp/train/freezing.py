@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
+from typing import Any
 
 from offramp.common.errors import OfframpError
-from offramp.common.model.transformer import MultiExitTransformer
+from offramp.common.model.multi_exit import MultiExitDecoder
 from offramp.train.losses import Objective
 
 BACKBONE = "backbone"
@@ -14,7 +15,7 @@ BACKBONE = "backbone"
 _EXITS = "exits."
 
 
-def freeze_parameters(model: MultiExitTransformer, patterns: Sequence[str]) -> None:
+def freeze_parameters(model: MultiExitDecoder[Any, Any], patterns: Sequence[str]) -> None:
     """Stop training the parameters that `patterns` name; see `MultiExitModule`.
 
     Raises:
@@ -31,7 +32,7 @@ def freeze_parameters(model: MultiExitTransformer, patterns: Sequence[str]) -> N
             parameter.requires_grad_(False)
 
 
-def untrained(model: MultiExitTransformer, objective: Objective) -> list[str]:
+def untrained(model: MultiExitDecoder[Any, Any], objective: Objective) -> list[str]:
     """Names of modules that only exits without a weight would train; classifiers, which no loss of tokens reaches."""
     names = [f"layers.{layer}" for layer in range(objective.deepest, model.depth)]
     for layer in model.exit_config.layers:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from offramp.common.errors import OfframpError
-from offramp.train.data.batch import TokenBatch
+from offramp.train.data.batch import AnyBatch
 from offramp.train.row_draws import row_generator
 
 Ramp = Literal["constant", "exponential"]
@@ -61,7 +61,7 @@ class LayerDropout:
         deepest = max(num_layers - 1, 1)
         return [self.rate * grown * math.expm1(layer * math.log(2.0) / deepest) for layer in range(num_layers)]
 
-    def draw(self, batch: TokenBatch, num_layers: int, seed: int, step: int) -> Tensor:
+    def draw(self, batch: AnyBatch, num_layers: int, seed: int, step: int) -> Tensor:
         """[B, L] bool: the layers that each row skips; see `offramp.train.row_draws`.
 
         Args:

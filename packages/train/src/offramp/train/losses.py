@@ -10,7 +10,8 @@ of distillation at temperature T,
 and the final exit L has d = 0. Every part of a batch therefore computes plain sums and divides by counts that are known
 before the first forward pass, so it does not matter how the batch is cut up; the spread alone is one of a micro-batch.
 
-Legend: B batch, T time, N selected tokens, D model, V vocabulary, L layers, X exits.
+Legend: B batch, T time (of targets for an encoder-decoder model), N selected tokens, D model, V vocabulary, L layers,
+X exits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +29,10 @@ from offramp.common.errors import OfframpError
 from offramp.common.model.attention import Layout
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.exit_head import ExitHead
-from offramp.common.model.transformer import MultiExitTransformer
+from offramp.common.model.layout import BatchLayout
+from offramp.common.model.multi_exit import MultiExitDecoder
 from offramp.train.agreement import Predictions
-from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+from offramp.train.data.batch import IGNORED_LABEL, AnyBatch
 from offramp.train.depth_spread import DepthSpread
 from offramp.train.linear_confidence import linear_max_probability
 from offramp.train.linear_cross_entropy import Teacher, TokenLoss, TokenSums, linear_cross_entropy
@@ -46,7 +48,7 @@ class MicroBatch(NamedTuple):
         skipped_layers: [B, L] bool: layers that a row skips (layer dropout), or None.
     """
 
-    tokens: TokenBatch
+    tokens: AnyBatch
     exit_depths: Tensor | None = None
     skipped_layers: Tensor | None = None
 
@@ -64,7 +66,7 @@ class MicroBatch(NamedTuple):
         ]
 
     def layout(self, config: ModelConfig) -> Layout:
-        """How the rows lie, for a model of this configuration."""
+        """How the rows lie, for a decoder-only model of this configuration."""
         return Layout.build(
             config, self.tokens.input_ids, self.tokens.segment_ids, self.exit_depths, skipped_layers=self.skipped_layers
         )
@@ -239,14 +241,16 @@ class ExitReader:
         norm: the model's final norm where the exit shares it.
         unembedding: [V, D], or the rows of `shard`.
         shard: the part of the vocabulary that is this rank's; None is all.
+        scale: on states, where they meet the model's own unembedding; see `MultiExitDecoder.output_scale`.
     """
 
     head: ExitHead | None
     norm: nn.Module | None
     unembedding: Tensor
     shard: VocabularyShard | None = None
+    scale: float = 1.0
 
-    def state(self, h: Tensor, mask: Tensor, layout: Layout) -> Tensor:
+    def state(self, h: Tensor, mask: Tensor, layout: BatchLayout) -> Tensor:
         """[B, T, D] states, [B, T] mask of N tokens -> [N, D] as the unembedding reads them.
 
         Prompts and padding never meet the vocabulary.
@@ -256,9 +260,10 @@ class ExitReader:
         else:
             x = h[mask]
             x = x if self.head is None else self.head.transform(x)
-        return x if self.norm is None else self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        return x if self.scale == 1.0 else x * self.scale
 
-    def __call__(self, h: Tensor, mask: Tensor, layout: Layout) -> Tensor:
+    def __call__(self, h: Tensor, mask: Tensor, layout: BatchLayout) -> Tensor:
         """As `state`, but logits [N, V] of this rank's part of the vocabulary."""
         return F.linear(self.state(h, mask, layout), self.unembedding)
 
@@ -270,13 +275,15 @@ class ExitReader:
             yield torch.stack(parts).sum()
 
 
-def exit_reader(model: MultiExitTransformer, layer: int) -> ExitReader:
+def exit_reader(model: MultiExitDecoder[Any, Any], layer: int) -> ExitReader:
     """The reader of an exit of a whole model."""
     if layer == model.config.num_layers:
-        return ExitReader(None, model.norm, model.unembedding())
+        return ExitReader(None, model.norm, model.unembedding(), scale=model.output_scale)
     head = model.exits[str(layer)]
     assert isinstance(head, ExitHead)
-    return ExitReader(head, model.norm if model.exit_config.head == "final" else None, model.unembedding(layer))
+    norm = model.norm if model.exit_config.head == "final" else None
+    scale = model.output_scale if head.unembed is None else 1.0
+    return ExitReader(head, norm, model.unembedding(layer), scale=scale)
 
 
 @dataclass(frozen=True)
@@ -302,7 +309,7 @@ class ExitLosses:
     readers: Mapping[int, ExitReader]
     states: Mapping[int, Tensor]
     batch: MicroBatch
-    layout: Layout
+    layout: BatchLayout
     counts: Tensor
     sums: ExitSums
     factor: float = 1.0

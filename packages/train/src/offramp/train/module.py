@@ -5,7 +5,7 @@ below run it as it is; the strategy `deepspeed_pipeline` runs the same objective
 `training_step` and `validation_step`, and reports through the same methods, so losses, gradients and names of metrics
 do not depend on it.
 
-Legend: B batch, T time, D model, X exits.
+Legend: B batch, T time (of targets for an encoder-decoder model), D model, X exits.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from offramp.common.checkpoint import EXITS_JSON, Checkpoint, open_checkpoint
+from offramp.common.checkpoint import EXITS_JSON, AnyCheckpoint, CheckpointOf, open_any_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
+from offramp.common.families import AnyConfig, AnyModel, make_model, read_config
 from offramp.common.hf import read_json
-from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.train.data.batch import TokenBatch
+from offramp.common.t5.config import T5Config
+from offramp.train.data.batch import AnyBatch, PairBatch, TokenBatch
 from offramp.train.data.loader import BatchLoader
 from offramp.train.device_peaks import peak_flops as known_peak
+from offramp.train.encoder_decoder import check_module
 from offramp.train.evaluation import Evaluation
 from offramp.train.exit_weights import WeightRule
 from offramp.train.fill_aware import check_probabilities, draw_exit_depths
@@ -40,6 +42,7 @@ from offramp.train.layer_dropout import LayerDropout
 from offramp.train.lora import LoraConfig, add_lora
 from offramp.train.losses import ExitLosses, ExitSums, MicroBatch, Objective, exit_reader
 from offramp.train.model_flops import ModelFlops
+from offramp.train.model_input import enter
 from offramp.train.nonfinite import LOWEST_SCALE, NonfiniteGuard, OnNonfinite, scale_fault
 from offramp.train.objective import ObjectiveConfig, RunObjective
 from offramp.train.optim import OptimizerConfig, make_optimizer
@@ -123,9 +126,9 @@ class MultiExitModule(pl.LightningModule):
         self._guard = NonfiniteGuard(on_nonfinite)
         self.losses_of_step: dict[str, float] = {}
         # Exactly one of these two is there after `configure_model`.
-        self.model: MultiExitTransformer | None = None
+        self.model: AnyModel | None = None
         self.stages: nn.Module | None = None
-        self._source: Checkpoint | None = None
+        self._source: AnyCheckpoint | None = None
         self._run_objective: RunObjective | None = None
         self._meter: StepMeter | None = None
         self._evaluation: Evaluation | None = None
@@ -138,6 +141,9 @@ class MultiExitModule(pl.LightningModule):
         if self._source is not None:
             return
         config, exits = self._configs()
+        if isinstance(config, T5Config):
+            lora, precision = self.lora is not None, str(self.trainer.precision)
+            check_module(config, lora=lora, compiled=self.compile_layers, precision=precision)
         self._run_objective = RunObjective(
             self.objective_config, self.exit_weights, self.final_weight, exits.layers, config.num_layers
         )
@@ -148,11 +154,13 @@ class MultiExitModule(pl.LightningModule):
         widest = self._run_objective.widest
         freeze_parameters(model, [*self.freeze_patterns, *backbone, *untrained(model, widest)])
         if self.lora is not None:
+            assert isinstance(model, MultiExitTransformer)
             add_lora(model, self.lora, widest.deepest)
         device, peak = self.trainer.strategy.root_device, self.peak_tflops
         peak_flops = known_peak(device, str(self.trainer.precision)) if peak is None else 1e12 * peak
         ranks = self.trainer.world_size
-        self._meter = StepMeter(ModelFlops.of(model), device, peak_flops, self.trainer.global_rank, ranks)
+        flops = ModelFlops.of(model) if isinstance(model, MultiExitTransformer) else None
+        self._meter = StepMeter(flops, device, peak_flops, self.trainer.global_rank, ranks)
         if self.compile_layers:
             compiler = os.environ.get("CXX", "g++")
             if self.trainer.strategy.root_device.type == "cpu" and shutil.which(compiler) is None:
@@ -170,12 +178,19 @@ class MultiExitModule(pl.LightningModule):
             self.stages = build_stages(model, start)
 
     @property
-    def max_sequence_length(self) -> int:
-        """Tokens that the model has positions for; known before it is loaded."""
-        return self._configs()[0].max_position_embeddings
+    def decoder_start_token_id(self) -> int | None:
+        """What the decoder reads first, None if there is no encoder; known before the model is loaded."""
+        config = self._configs()[0]
+        return config.decoder_start_token_id if isinstance(config, T5Config) else None
 
     @property
-    def source(self) -> Checkpoint:
+    def max_sequence_length(self) -> int | None:
+        """Tokens that the model has positions for, None if there is no end; known before it is loaded."""
+        config = self._configs()[0]
+        return None if isinstance(config, T5Config) else config.max_position_embeddings
+
+    @property
+    def source(self) -> AnyCheckpoint:
         """The checkpoint that training starts from."""
         assert self._source is not None, "the model is loaded by configure_model"
         return self._source
@@ -234,15 +249,15 @@ class MultiExitModule(pl.LightningModule):
             )
 
     @override
-    def training_step(self, batch: TokenBatch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: AnyBatch, batch_idx: int) -> Tensor:
         """The objective on a whole batch, with gradients that DDP's averaging makes those of the global batch."""
         micro, objective = self.prepare(batch, training=True), self.objective
         counts = self.sum_over_ranks(objective.counts(micro))
         sums = ExitSums(objective.layers, self.device)
         loss = torch.stack(list(self._losses(objective, micro, counts, sums, objective.trained_layers))).sum()
         sums.compare(sums.predictions.of(objective.final_layer))
-        rows, length = micro.tokens.input_ids.shape
-        self.log_training(sums, rows * length, length)
+        tokens = micro.tokens
+        self.log_training(sums, tokens.num_rows * tokens.row_length, tokens.input_ids.shape[1])
         return loss * self.trainer.world_size
 
     @override
@@ -269,7 +284,7 @@ class MultiExitModule(pl.LightningModule):
             scaler.update(scale)
 
     @override
-    def validation_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the sums of this evaluation."""
         self.add_evaluated(self._evaluate(self.prepare(batch, training=False)))
 
@@ -284,7 +299,7 @@ class MultiExitModule(pl.LightningModule):
         return sums
 
     @override
-    def test_step(self, batch: TokenBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def test_step(self, batch: AnyBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """As `validation_step`."""
         self.validation_step(batch, batch_idx)
 
@@ -293,20 +308,22 @@ class MultiExitModule(pl.LightningModule):
     ) -> ExitLosses:
         model = self.model
         assert model is not None
-        layout = micro.layout(model.config)
-        h, depth, states = model.embed(micro.tokens.input_ids), 0, {}
+        h, layout = enter(model, micro)
+        depth, states = 0, {}
         for layer in exit_layers:
-            h, depth = model.run_layers(h, depth, layer, layout), layer
+            h, depth = model.run_layers(h, depth, layer, cast("Any", layout)), layer
             states[layer] = h
         readers = {layer: exit_reader(model, layer) for layer in states}
         return ExitLosses(objective, readers, states, micro, layout, counts, sums)
 
     # ---- what the pipeline strategy shares
 
-    def prepare(self, batch: TokenBatch, training: bool) -> MicroBatch:
+    def prepare(self, batch: AnyBatch, training: bool) -> MicroBatch:
         """A batch with exit depths and skipped layers drawn for this step, or without in evaluation."""
-        if not isinstance(batch, TokenBatch):
-            raise OfframpError(f"{type(self).__name__} takes batches of tokens, not {type(batch).__name__}.")
+        pairs = isinstance(self.source.model.config, T5Config)
+        if not isinstance(batch, PairBatch if pairs else TokenBatch):
+            wanted = "sources and targets (PairBatch)" if pairs else "tokens"
+            raise OfframpError(f"{type(self).__name__} takes batches of {wanted}, not {type(batch).__name__}.")
         if not training:
             return MicroBatch(batch)
         num_layers, seed, step = self.run_objective.weights.num_layers, self.seed, self.global_step
@@ -323,8 +340,8 @@ class MultiExitModule(pl.LightningModule):
 
         Args:
             sums: of the tokens and exits that are this rank's alone.
-            positions: input tokens that are this rank's alone, prompts and padding included.
-            length: T, positions of a row.
+            positions: input tokens that are this rank's alone, prompts, sources and padding included.
+            length: T.
             grad_norm: before clipping.
         """
         meter = self._meter
@@ -445,7 +462,7 @@ class MultiExitModule(pl.LightningModule):
             "data": None if describe is None else describe(),
             "trained_with": type(self.trainer.strategy).__name__,
         }
-        depth = self.source.config.num_layers if self.from_scratch else self.run_objective.widest.depth
+        depth = self.source.model.config.num_layers if self.from_scratch else self.run_objective.widest.depth
         checkpoint[RECORD] = make_record(self.source, self.exported_policy, provenance, settings, depth)
         if self.lora is not None:
             checkpoint[RECORD]["lora_scale"] = self.lora.scale
@@ -459,22 +476,22 @@ class MultiExitModule(pl.LightningModule):
         if _GUARD in checkpoint:
             self._guard.load_state_dict(checkpoint[_GUARD])
 
-    def _configs(self) -> tuple[ModelConfig, ExitConfig]:
+    def _configs(self) -> tuple[AnyConfig, ExitConfig]:
         directory = Path(self.checkpoint)
         if not directory.is_dir():
             raise OfframpError(f"{directory} is not a directory; give a checkpoint directory.")
         exits = ExitConfig()
         if (directory / EXITS_JSON).is_file():
             exits = ExitConfig.from_json(read_json(directory / EXITS_JSON)["exits"])
-        return ModelConfig.from_hf(read_json(directory / "config.json")), exits
+        return read_config(read_json(directory / "config.json")), exits
 
-    def _open(self, config: ModelConfig, exits: ExitConfig) -> tuple[Checkpoint, StartWeights]:
+    def _open(self, config: AnyConfig, exits: ExitConfig) -> tuple[AnyCheckpoint, StartWeights]:
         """The checkpoint with its model on the meta device, and what the parameters start with."""
         if not self.from_scratch:
-            source, stored = open_checkpoint(self.checkpoint, depth=self.run_objective.widest.depth)
-            return source, StartWeights(stored, config.initializer_range, self.seed)
+            source, stored = open_any_checkpoint(self.checkpoint, depth=self.run_objective.widest.depth)
+            return source, StartWeights(stored, source.model.fresh_spread, self.seed)
         directory = Path(self.checkpoint)
         with torch.device("meta"):
-            model = MultiExitTransformer(config, exits)
-        source = Checkpoint(model, read_json(directory / "config.json"), path=directory)
-        return source, StartWeights(None, config.initializer_range, self.seed)
+            model = make_model(config, exits)
+        source: AnyCheckpoint = CheckpointOf(model, read_json(directory / "config.json"), path=directory)
+        return source, StartWeights(None, model.fresh_spread, self.seed)

@@ -7,7 +7,7 @@ drawing, however large the whole is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +25,12 @@ class StartWeights:
 
     Attributes:
         stored: tensors of the whole model by name, which lie in a checkpoint directory; None: all are drawn.
-        spread: standard deviation of matrices that are drawn.
+        spread: standard deviation of a matrix that is drawn, by its name; see `MultiExitDecoder.fresh_spread`.
         seed: of what is drawn, corrections of LoRA among them.
     """
 
     stored: Mapping[str, StoredTensor] | None
-    spread: float
+    spread: Callable[[str], float]
     seed: int
 
     def materialise(self, module: nn.Module, slices: Mapping[str, Slice] | None = None) -> None:
@@ -55,7 +55,7 @@ class StartWeights:
         if self.stored is not None:
             return self.stored[name].read(torch.float32, () if own is None else own.index)
         if own is None:
-            return fresh_weight(name, shape, self.spread, self.seed)
-        return own.of(fresh_weight(name, own.whole_shape(shape), self.spread, self.seed)).clone(
+            return fresh_weight(name, shape, self.spread(name), self.seed)
+        return own.of(fresh_weight(name, own.whole_shape(shape), self.spread(name), self.seed)).clone(
             memory_format=torch.contiguous_format
         )

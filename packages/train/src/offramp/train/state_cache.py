@@ -29,7 +29,7 @@ from torch import Tensor
 
 from offramp.common.errors import OfframpError
 from offramp.common.hf import read_json, read_tensors
-from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+from offramp.train.data.batch import IGNORED_LABEL, AnyBatch
 from offramp.train.linear_cross_entropy import CHUNK_ROWS
 
 MANIFEST = "manifest.json"
@@ -102,7 +102,7 @@ class Survey(NamedTuple):
     seen: Tensor
 
 
-def survey(batches: Iterable[TokenBatch], vocabulary: int, limit: int) -> Survey:
+def survey(batches: Iterable[AnyBatch], vocabulary: int, limit: int) -> Survey:
     """Read batches until `limit` target tokens are there."""
     digest, counts, seen = hashlib.sha256(), [], torch.zeros(vocabulary)
     for batch in batches:
@@ -150,7 +150,7 @@ class StateCache:
         """Shards that are not there, or cut short."""
         return [shard for shard in range(len(self._rows)) if not self._is_whole(shard)]
 
-    def fill(self, batches: Iterable[TokenBatch], states: Callable[[TokenBatch], CachedStates], share: int = 1) -> None:
+    def fill(self, batches: Iterable[AnyBatch], states: Callable[[AnyBatch], CachedStates], share: int = 1) -> None:
         """Write what is missing.
 
         Args:

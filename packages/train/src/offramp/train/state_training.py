@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -24,8 +24,10 @@ from typing_extensions import override
 
 from offramp.common.checkpoint import EXITS_WEIGHTS
 from offramp.common.errors import OfframpError
-from offramp.train.data.batch import IGNORED_LABEL, TokenBatch
+from offramp.train.data.batch import IGNORED_LABEL, AnyBatch
 from offramp.train.freezing import BACKBONE
+from offramp.train.losses import MicroBatch
+from offramp.train.model_input import enter
 from offramp.train.module import MultiExitModule
 from offramp.train.optim import OptimizerConfig
 from offramp.train.state_cache import CachedStates, StateCache, gigabytes, survey
@@ -144,7 +146,7 @@ class StateTrainingModule(MultiExitModule):
         return take
 
     @torch.no_grad()
-    def cache_states(self, batches: Callable[[], Iterable[TokenBatch]], batch_size: int) -> StateLoader:
+    def cache_states(self, batches: Callable[[], Iterable[AnyBatch]], batch_size: int) -> StateLoader:
         """Run the backbone over `batches()` and keep what exits read, for up to `max_states` target tokens.
 
         Raises:
@@ -156,7 +158,7 @@ class StateTrainingModule(MultiExitModule):
         return StateLoader(self.on_states(take, count), count, batch_size, fewest // batch_size, self.seed)
 
     def _on_disk(
-        self, batches: Callable[[], Iterable[TokenBatch]], root: Path
+        self, batches: Callable[[], Iterable[AnyBatch]], root: Path
     ) -> tuple[Callable[[Tensor], CachedBatch], int]:
         model = self.model
         assert model is not None
@@ -181,8 +183,8 @@ class StateTrainingModule(MultiExitModule):
             + ("they are there" if not missing else f"{missing} shards to be written")
         )
 
-        def states(batch: TokenBatch) -> CachedStates:
-            tokens = TokenBatch(*(tensor.to(self.device) for tensor in batch))
+        def states(batch: AnyBatch) -> CachedStates:
+            tokens = type(batch)(*(tensor.to(self.device) for tensor in batch))
             kept = self.states_of(tokens, tokens.labels != IGNORED_LABEL)
             with self.trainer.precision_plugin.forward_context():
                 return CachedStates.of(kept.exits, kept.final, model.unembedding(), self.top)
@@ -191,13 +193,13 @@ class StateTrainingModule(MultiExitModule):
         cache.open()
         return cache.take, cache.count
 
-    def _in_memory(self, batches: Iterable[TokenBatch]) -> tuple[Callable[[Tensor], CachedBatch], int]:
+    def _in_memory(self, batches: Iterable[AnyBatch]) -> tuple[Callable[[Tensor], CachedBatch], int]:
         assert self.model is not None
         seen = torch.zeros(self.model.config.vocab_size, device=self.device)
         kept: list[StateBatch] = []
         count = 0
         for batch in batches:
-            tokens = TokenBatch(*(tensor.to(self.device) for tensor in batch))
+            tokens = type(batch)(*(tensor.to(self.device) for tensor in batch))
             mask = tokens.labels != IGNORED_LABEL
             seen[tokens.labels[mask]] = 1.0
             if count < self.max_states:
@@ -214,15 +216,15 @@ class StateTrainingModule(MultiExitModule):
         if self._least_over_ranks(count) == 0:
             raise OfframpError("the training data hold no target tokens, so there are no states to train on.")
 
-    def states_of(self, tokens: TokenBatch, mask: Tensor) -> StateBatch:
+    def states_of(self, tokens: AnyBatch, mask: Tensor) -> StateBatch:
         """States of the N tokens [B, T] that the mask selects."""
         model = self.model
         assert model is not None
         with self.trainer.precision_plugin.forward_context():
-            layout = model.layout(tokens.input_ids, tokens.segment_ids)
-            h, depth, states = model.embed(tokens.input_ids), 0, []
+            h, layout = enter(model, MicroBatch(tokens))
+            depth, states = 0, []
             for layer in model.exit_layers:
-                h, depth = model.run_layers(h, depth, layer, layout), layer
+                h, depth = model.run_layers(h, depth, layer, cast("Any", layout)), layer
                 states.append(h[mask])
             final = model.exit_state(states[-1], model.config.num_layers)
             return StateBatch(torch.stack(states[:-1], dim=1), final)

@@ -22,14 +22,14 @@ class StepMeter:
     """Of one process.
 
     Attributes:
-        flops: of the model.
+        flops: of the model; None, and no metric says how many it needs.
         device: of this process.
         peak_flops: of each device, in operations per second; None if nobody knows.
         rank: of this process.
         ranks: all of them.
     """
 
-    flops: ModelFlops
+    flops: ModelFlops | None
     device: torch.device
     peak_flops: float | None
     rank: int
@@ -70,12 +70,11 @@ class StepMeter:
         if self._elapsed is None:
             return metrics
         seconds /= self.ranks
+        metrics |= {"step_seconds": seconds, "tokens_per_second": positions / seconds}
+        if self.flops is None:
+            return metrics
         speed = self.flops.of_step(positions, length, depth, trained) / seconds
-        metrics |= {
-            "step_seconds": seconds,
-            "tokens_per_second": positions / seconds,
-            "model_tflops_per_second": speed / 1e12,
-        }
+        metrics["model_tflops_per_second"] = speed / 1e12
         if self.peak_flops is not None:
             metrics["mfu"] = speed / (self.peak_flops * self.ranks)
         return metrics

@@ -23,10 +23,9 @@ from offramp.common.checkpoint import EXITS_WEIGHTS, hashed_files, names_above
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
+from offramp.common.families import AnyConfig, make_model, read_config, weight_names
 from offramp.common.file_hash import sha256
-from offramp.common.hf import read_json, read_tensors, read_weights
-from offramp.common.model.config import ModelConfig
-from offramp.common.model.transformer import MultiExitTransformer
+from offramp.common.hf import read_json, read_tensors, read_weights, stored_names
 from offramp.train.lora import merge_lora
 from offramp.train.stage_files import STAGES, read_stages
 from offramp.train.training_checkpoint import RECORD_FILE, damage
@@ -48,6 +47,7 @@ class TrainedModel:
         weights: of the whole model, by name.
         source: the directory that training started from.
         start: the weights there, as they are stored; None where weights were drawn.
+        config: shape of the model.
     """
 
     path: Path
@@ -55,6 +55,7 @@ class TrainedModel:
     weights: dict[str, Tensor]
     source: Path
     start: dict[str, Tensor] | None
+    config: AnyConfig
 
     @property
     def exits(self) -> ExitConfig:
@@ -110,10 +111,10 @@ class TrainedModel:
                 f"{source}, where training started from, is gone, and with it the tokenizer; name a directory that has "
                 "it with --assets."
             )
+        tensors = set(weights) | (stored_names(source) if _has_weights(source) else set())
+        config = read_config(record["hf_config"], tensors=tensors)
         with torch.device("meta"):
-            model = MultiExitTransformer(
-                ModelConfig.from_hf(record["hf_config"]), ExitConfig.from_json(record["exits"])
-            )
+            model = make_model(config, ExitConfig.from_json(record["exits"]))
         expected, depth = set(model.state_dict()), int(record.get("depth", model.depth))
         model.drop_layers_above(depth)
         lent: set[str] = set()
@@ -130,7 +131,7 @@ class TrainedModel:
         if lent:
             assert start is not None
             weights |= {name: start[name] for name in lent}
-        return cls(path, record, weights, source, start)
+        return cls(path, record, weights, source, start, config)
 
 
 def join(parts: Sequence[TrainedModel]) -> TrainedModel:
@@ -180,7 +181,7 @@ def join(parts: Sequence[TrainedModel]) -> TrainedModel:
         "policy": None if policy is None else policy.to_json(),
         "provenance": {"joined": {str(part.path): part.record["provenance"] for part in parts}},
     }
-    return TrainedModel(first.path, record, weights, first.source, first.start)
+    return TrainedModel(first.path, record, weights, first.source, first.start, first.config)
 
 
 def _joined_policy(policies: Sequence[ExitPolicy | None]) -> ExitPolicy | None:
@@ -211,14 +212,18 @@ def _check_source(path: Path, source: Path, hashes: Mapping[str, str]) -> None:
         )
 
 
-def _start(source: Path, config: ModelConfig, expected: set[str]) -> dict[str, Tensor] | None:
+def _has_weights(directory: Path) -> bool:
+    return any(directory.glob("model*.safetensors"))
+
+
+def _start(source: Path, config: AnyConfig, expected: set[str]) -> dict[str, Tensor] | None:
     """The weights that training started from, if the directory has a model of the same tensors.
 
     Classifiers may be missing there: they are added by training.
     """
-    if not any(source.glob("model*.safetensors")):
+    if not _has_weights(source):
         return None
-    weights = read_weights(source, config.tie_word_embeddings)
+    weights = read_weights(source, config.tie_word_embeddings, weight_names(config))
     if (source / EXITS_WEIGHTS).is_file():
         weights |= read_tensors(source / EXITS_WEIGHTS)
     missing = expected - weights.keys()

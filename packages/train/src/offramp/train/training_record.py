@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offramp.common.checkpoint import Checkpoint
+from offramp.common.checkpoint import AnyCheckpoint
 from offramp.common.exits.policy import ExitPolicy
 
 RECORD = "offramp"
@@ -17,7 +17,7 @@ RECORD = "offramp"
 
 
 def make_record(
-    source: Checkpoint,
+    source: AnyCheckpoint,
     policy: ExitPolicy | None,
     provenance: Mapping[str, Any],
     settings: Mapping[str, Any],

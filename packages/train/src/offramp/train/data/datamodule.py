@@ -18,11 +18,21 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from offramp.common.errors import OfframpError
+from offramp.common.families import read_config
+from offramp.common.hf import read_json
+from offramp.common.t5.config import T5Config
 from offramp.common.tokenizer import load_tokenizer
-from offramp.train.data.batch import TokenBatch
+from offramp.train.data.batch import AnyBatch
 from offramp.train.data.loader import BatchLoader, MapLoader, Share, StreamLoader
 from offramp.train.data.sources import SourceConfig, load_rows
-from offramp.train.data.tokenize import Example, RowEncoder, describe_skipped, encode_rows
+from offramp.train.data.tokenize import (
+    Example,
+    RowEncoder,
+    SourceRule,
+    describe_skipped,
+    describe_truncated,
+    encode_rows,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -36,27 +46,33 @@ class Prepared:
     """Examples of a map-style source.
 
     Attributes:
-        examples: columns `input_ids` and `labels`, without the rows that gave none.
-        lengths: [number of examples] tokens of each.
+        examples: columns `input_ids` and `labels`, and for pairs `source_ids`, without the rows that gave none.
+        lengths: [number of examples] tokens of each; of pairs [number of examples, 2], targets first.
         fingerprint: names them.
         skipped: rows that gave no example, by reason.
+        truncated: sources that were cut.
     """
 
     examples: Dataset
     lengths: np.ndarray
     fingerprint: str
     skipped: dict[str, int]
+    truncated: int = 0
 
 
 class TextDataModule(pl.LightningDataModule):
-    """Text of any source as `TokenBatch`es.
+    """Text of any source as `TokenBatch`es, or as `PairBatch`es for an encoder-decoder model.
 
     Args:
         tokenizer: checkpoint directory whose tokenizer is used; usually the one the model starts from.
         train: what to train on.
         validation: what to validate on.
         test: what `offramp test` measures on.
-        sequence_length: T, tokens in a row.
+        sequence_length: T, tokens in a row; of targets with `source_length`.
+        source_length: M, source tokens in a row, for an encoder-decoder model: sources' `prompt` is what the encoder
+            reads, their `completion` what the decoder writes. None: the model is decoder-only.
+        truncate_sources: cut sources that are longer than `source_length` at the end, instead of leaving out their
+            rows; both are counted.
         batch_size: rows per data-parallel rank and optimizer step.
         pack: put several examples into a row, each attending to itself only; otherwise one, padded.
         shuffle: train in a new order every epoch.
@@ -83,10 +99,13 @@ class TextDataModule(pl.LightningDataModule):
         seed: int = 0,
         num_workers: int = 0,
         cache_directory: str | None = None,
+        source_length: int | None = None,
+        truncate_sources: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in (("sequence_length", sequence_length), ("batch_size", batch_size)):
-            if value < 1:
+        numbers = (("sequence_length", sequence_length), ("batch_size", batch_size), ("source_length", source_length))
+        for name, value in numbers:
+            if value is not None and value < 1:
                 raise OfframpError(f"data.{name} is {value}; it must be at least 1")
         if not 0 <= validation_share < 1:
             raise OfframpError(f"data.validation_share is {validation_share}; it must lie in [0, 1)")
@@ -94,7 +113,10 @@ class TextDataModule(pl.LightningDataModule):
             raise OfframpError("data.validation and data.validation_share are both set; keep one of them")
         if validation_share and train.streaming:
             raise OfframpError("data.validation_share cannot hold out rows of a stream; give a data.validation source")
+        if truncate_sources and source_length is None:
+            raise OfframpError("data.truncate_sources cuts sources to data.source_length; set it, too")
         self.tokenizer_path = tokenizer
+        self.source_length, self.truncate_sources = source_length, truncate_sources
         self.sources: dict[Split, SourceConfig | None] = {"train": train, "validation": validation, "test": test}
         self.sequence_length, self.batch_size, self.pack = sequence_length, batch_size, pack
         self.shuffle, self.shuffle_buffer, self.validation_share = shuffle, shuffle_buffer, validation_share
@@ -102,6 +124,7 @@ class TextDataModule(pl.LightningDataModule):
         cache = cache_directory or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "offramp")
         self.cache_directory = Path(cache).expanduser()
         self.skipped: dict[Split, dict[str, int]] = {}
+        self.truncated: dict[Split, int] = {}
         self._prepared: dict[Split, Prepared | IterableDataset] = {}
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._train_loader: BatchLoader | None = None
@@ -145,7 +168,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._loader("test", train=False) if self._has("test") else []
 
     @override
-    def on_before_batch_transfer(self, batch: TokenBatch, dataloader_idx: int) -> TokenBatch:
+    def on_before_batch_transfer(self, batch: AnyBatch, dataloader_idx: int) -> AnyBatch:
         """Tells a streaming loader that its batch is used, see `StreamLoader`."""
         if isinstance(self._train_loader, StreamLoader) and self.trainer is not None and self.trainer.training:
             self._train_loader.mark_taken()
@@ -160,7 +183,10 @@ class TextDataModule(pl.LightningDataModule):
             if isinstance(prepared, Prepared)
             else {}
         )
-        return {"source": source.name, "sequence_length": self.sequence_length, "seed": self.seed, **known}
+        lengths = {"sequence_length": self.sequence_length}
+        if self.source_length is not None:
+            lengths["source_length"] = self.source_length
+        return {"source": source.name, **lengths, "seed": self.seed, **known}
 
     def _has(self, split: Split) -> bool:
         return self.sources[split] is not None or (split == "validation" and self.validation_share > 0)
@@ -175,12 +201,42 @@ class TextDataModule(pl.LightningDataModule):
 
     def _check_length(self) -> None:
         module = self.trainer.lightning_module if self.trainer is not None else None
+        pairs = getattr(module, "decoder_start_token_id", None) is not None
+        if pairs and self.source_length is None:
+            raise OfframpError(
+                "the model has an encoder, so data needs room for what it reads; set data.source_length (tokens of "
+                "sources in a row)"
+            )
+        if module is not None and not pairs and self.source_length is not None:
+            raise OfframpError(
+                f"data.source_length is {self.source_length}, but the model has no encoder that would read sources; "
+                "leave it out"
+            )
         limit = getattr(module, "max_sequence_length", None)
         if limit is not None and self.sequence_length > limit:
             raise OfframpError(
                 f"data.sequence_length is {self.sequence_length}, but the model has positions for {limit} tokens "
                 "(max_position_embeddings in its config.json); lower it"
             )
+
+    def _source_rule(self) -> SourceRule | None:
+        if self.source_length is None:
+            return None
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        start: int | None = getattr(module, "decoder_start_token_id", None)
+        file = Path(self.tokenizer_path) / "config.json"
+        if start is None and file.is_file():  # without a model, the one that the tokenizer lies beside
+            config = read_config(read_json(file))
+            start = config.decoder_start_token_id if isinstance(config, T5Config) else None
+        if start is None:
+            raise OfframpError(
+                f"data.source_length is set, but {self.tokenizer_path} holds no encoder-decoder model to say what the "
+                "decoder reads first; let data.tokenizer be the directory that the model starts from"
+            )
+        return SourceRule(self.source_length, self.truncate_sources, start)
+
+    def _encoder(self, source: SourceConfig) -> RowEncoder:
+        return RowEncoder(self.tokenizer, source, self.sequence_length, self._source_rule())
 
     def _prepare(self, split: Split) -> None:
         self._check_length()  # before an hour of tokenising
@@ -190,7 +246,7 @@ class TextDataModule(pl.LightningDataModule):
             source = self.sources["train"]
         assert source is not None
         rows = load_rows(source, self.cache_directory)
-        encoder = RowEncoder(self.tokenizer, source, self.sequence_length)
+        encoder = self._encoder(source)
         if source.streaming:
             self._prepared[split] = cast("IterableDataset", rows)
             return
@@ -199,7 +255,7 @@ class TextDataModule(pl.LightningDataModule):
             parts = rows.train_test_split(test_size=self.validation_share, seed=self.seed, load_from_cache_file=False)
             rows = parts["train" if split == "train" else "test"]
         prepared = _encode(rows, encoder, f"{split} ({source.name})", self.cache_directory)
-        self.skipped[split] = prepared.skipped
+        self.skipped[split], self.truncated[split] = prepared.skipped, prepared.truncated
         self._prepared[split] = prepared
 
     def _loader(self, split: Split, *, train: bool) -> BatchLoader:
@@ -222,10 +278,11 @@ class TextDataModule(pl.LightningDataModule):
                 seed=self.seed,
                 num_workers=self.num_workers,
                 fingerprint=prepared.fingerprint,
+                source_capacity=self.source_length,
             )
         source = self.sources[split]
         assert source is not None
-        encoder = RowEncoder(self.tokenizer, source, self.sequence_length)
+        encoder = self._encoder(source)
         rows = prepared
         if train and self.shuffle:
             rows = rows.shuffle(seed=self.seed, buffer_size=self.shuffle_buffer)
@@ -241,6 +298,7 @@ class TextDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             count_taken=train and self.trainer is not None,
             name=source.name,
+            source_capacity=self.source_length,
         )
 
 
@@ -253,17 +311,21 @@ class _Stream:
     def __call__(self, epoch: int) -> Iterator[Example]:
         self._rows.set_epoch(epoch)
         skipped: Counter[str] = Counter()
-        total = 0
+        total = truncated = 0
         for row in self._rows:
             total += 1
             result = self._encoder.encode(cast("dict[str, Any]", row))
             if isinstance(result, str):
                 skipped[result] += 1
             else:
+                truncated += sum(example.truncated for example in result)
                 yield from result
         if total == sum(skipped.values()):
             raise OfframpError(f"{self._name}: no row of the stream gives an example; check the source's columns")
         if message := describe_skipped(skipped, total, self._name):
+            rank_zero_warn(message)
+        rule = self._encoder.source_rule
+        if rule is not None and (message := describe_truncated(truncated, total, rule, self._name)):
             rank_zero_warn(message)
 
 
@@ -277,32 +339,41 @@ def _encode(rows: Dataset, encoder: RowEncoder, name: str, cache_directory: Path
         remove_columns=rows.column_names,
         cache_file_name=str(cache_directory / f"tokens-{fingerprint}.arrow"),
         new_fingerprint=fingerprint[:64],
-        features=_features(),
+        features=_features(encoder.source_rule is not None),
         desc=f"Tokenising {name}",
     )
     reasons = np.asarray(encoded["skipped"])
     skipped = {str(reason): int(count) for reason, count in Counter(reasons.tolist()).items() if reason}
     kept = encoded.select(np.flatnonzero(reasons == "")).remove_columns("skipped")
     message = describe_skipped(skipped, len(rows), name)
+    rule, truncated = encoder.source_rule, 0
+    if rule is not None:
+        truncated = int(np.asarray(encoded["truncated"]).sum())
+        kept = kept.remove_columns("truncated")
+        if cut := describe_truncated(truncated, len(rows), rule, name):
+            rank_zero_warn(cut)
     if len(kept) == 0:
         raise OfframpError(f"no row gives an example: {message}")
     if message:
         rank_zero_warn(message)
     kept = kept.with_format("numpy")
-    lengths = _lengths(kept)
+    lengths = _lengths(kept, "input_ids")
+    if rule is not None:
+        lengths = np.stack((lengths, _lengths(kept, "source_ids")), axis=1)
     rank_zero_info(f"{name}: {len(kept)} examples, {int(lengths.sum())} tokens")
-    return Prepared(kept, lengths, fingerprint, skipped)
+    return Prepared(kept, lengths, fingerprint, skipped, truncated)
 
 
-def _features() -> Any:
+def _features(pairs: bool) -> Any:
     from datasets import Features, List, Value
 
     tokens = List(Value("int32"))
-    return Features({"input_ids": tokens, "labels": tokens, "skipped": Value("string")})
+    more = {"source_ids": tokens, "truncated": Value("bool")} if pairs else {}
+    return Features({"input_ids": tokens, "labels": tokens, "skipped": Value("string"), **more})
 
 
-def _lengths(examples: Dataset) -> np.ndarray:
+def _lengths(examples: Dataset, name: str) -> np.ndarray:
     import pyarrow.compute as pc
 
-    column = examples.with_format("arrow")["input_ids"]
+    column = examples.with_format("arrow")[name]
     return np.asarray(pc.list_value_length(column[:] if not hasattr(column, "chunks") else column))  # pyright: ignore[reportAttributeAccessIssue]

@@ -9,7 +9,7 @@ These loaders are deliberately not `torch.utils.data.DataLoader`s, although they
 a DataLoader's sampler, which must not happen. What Lightning needs is here: an iterator, a length, `state_dict` and
 `load_state_dict` (mid-epoch resume), and a `batch_sampler` that leads to `set_epoch`.
 
-Legend: T time (tokens in a row).
+Legend: T time (tokens in a row, of targets for an encoder-decoder model), M source tokens in a row.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from offramp.common.errors import OfframpError
-from offramp.train.data.batch import TokenBatch
-from offramp.train.data.packing import FirstFit, collate, plan_rows
+from offramp.train.data.batch import AnyBatch
+from offramp.train.data.packing import FirstFit, collate, collate_pairs, plan_rows
 from offramp.train.data.tokenize import Example
 
 EMPTY_ROW = -1
@@ -132,7 +132,7 @@ class BatchLoader(ABC):
         batch = self._taken() - 1
         return Taken(self._epoch, batch, self._samples(self._epoch, batch))
 
-    def __iter__(self) -> Iterator[TokenBatch]:
+    def __iter__(self) -> Iterator[AnyBatch]:
         # A generator on purpose: Lightning calls iter() before set_epoch(), and nothing may be decided until then.
         if self._handed_out > self._resume_at:
             # Iterated again without set_epoch in between (plain loops): the next epoch if this one ended, else again.
@@ -157,7 +157,7 @@ class BatchLoader(ABC):
         """Samples of a batch, see `Taken`."""
 
     @abstractmethod
-    def _batches(self, epoch: int, start: int) -> Iterator[TokenBatch]:
+    def _batches(self, epoch: int, start: int) -> Iterator[AnyBatch]:
         """This rank's batches of an epoch, from batch `start`."""
 
 
@@ -169,15 +169,22 @@ class _Rows(Dataset[list[Example]]):
         if row == EMPTY_ROW:
             return []
         found = self.examples[self.plan[row]]
-        return [Example(*pair) for pair in zip(found["input_ids"], found["labels"], strict=True)]
+        columns = [found[name] for name in ("input_ids", "labels", "source_ids") if name in found]
+        return [Example(*parts) for parts in zip(*columns, strict=True)]
+
+
+def _collate_with(capacity: int, source_capacity: int | None, pad_id: int) -> Callable[[Any], AnyBatch]:
+    if source_capacity is None:
+        return partial(collate, capacity=capacity, pad_id=pad_id)
+    return partial(collate_pairs, capacity=capacity, source_capacity=source_capacity, pad_id=pad_id)
 
 
 class MapLoader(BatchLoader):
     """Batches of examples that lie prepared; an epoch has a known length.
 
     Args:
-        examples: a `datasets.Dataset` with the columns `input_ids` and `labels`.
-        lengths: tokens of each example.
+        examples: a `datasets.Dataset` with the columns `input_ids` and `labels`, and for pairs `source_ids`.
+        lengths: tokens of each example; of pairs [N, 2], targets first.
         share: this rank's part.
         capacity: T, tokens in a row.
         pack: several examples in a row.
@@ -189,6 +196,7 @@ class MapLoader(BatchLoader):
         seed: of packing and order.
         num_workers: processes that prepare batches; 0 is this one.
         fingerprint: names the examples.
+        source_capacity: M of pairs; None: the model is decoder-only.
     """
 
     def __init__(
@@ -205,15 +213,16 @@ class MapLoader(BatchLoader):
         seed: int,
         num_workers: int = 0,
         fingerprint: str = "",
+        source_capacity: int | None = None,
     ) -> None:
         count = len(lengths)
         order = np.random.default_rng(seed).permutation(count) if shuffle else np.arange(count)
-        self._rows = _Rows(examples, plan_rows(lengths, order, capacity, pack))
+        self._rows = _Rows(examples, plan_rows(lengths, order, capacity, pack, source_capacity))
         self.num_rows = len(self._rows.plan)
         identity = {"rows": self.num_rows, "seed": seed, "shuffle": shuffle, "examples": fingerprint}
         super().__init__(share, identity)
         self._order: tuple[int, np.ndarray] | None = None  # of one epoch
-        self._collate = partial(collate, capacity=capacity, pad_id=pad_id)
+        self._collate = _collate_with(capacity, source_capacity, pad_id)
         self._shuffle, self._drop_last, self._seed, self._num_workers = shuffle, drop_last, seed, num_workers
         if drop_last and self.num_rows < share.step_size:
             raise OfframpError(
@@ -249,7 +258,7 @@ class MapLoader(BatchLoader):
     def _at_end(self, batch: int) -> bool:
         return batch >= len(self)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[TokenBatch]:
+    def _batches(self, epoch: int, start: int) -> Iterator[AnyBatch]:
         yield from DataLoader(
             self._rows,
             batch_sampler=self.row_numbers(epoch)[start:],
@@ -261,11 +270,11 @@ class MapLoader(BatchLoader):
         )
 
 
-class _StreamedBatches(IterableDataset[TokenBatch]):
-    def __init__(self, make: Callable[[], Iterator[TokenBatch]]) -> None:
+class _StreamedBatches(IterableDataset[AnyBatch]):
+    def __init__(self, make: Callable[[], Iterator[AnyBatch]]) -> None:
         self.make = make
 
-    def __iter__(self) -> Iterator[TokenBatch]:
+    def __iter__(self) -> Iterator[AnyBatch]:
         return self.make()
 
 
@@ -288,6 +297,7 @@ class StreamLoader(BatchLoader):
         count_taken: the position counts calls of `mark_taken` instead of batches handed out. Lightning fetches one
             batch ahead when a loader has no length, so what was handed out is not what was trained on.
         name: of the source, for the position.
+        source_capacity: see `MapLoader`.
     """
 
     def __init__(
@@ -303,9 +313,12 @@ class StreamLoader(BatchLoader):
         num_workers: int = 0,
         count_taken: bool = False,
         name: str = "",
+        source_capacity: int | None = None,
     ) -> None:
         super().__init__(share, {"seed": seed, "stream": name})
-        self._stream, self._capacity, self._pack, self._pad_id = stream, capacity, pack, pad_id
+        self._stream, self._pack = stream, pack
+        self._capacities = (capacity,) if source_capacity is None else (capacity, source_capacity)
+        self._collate = _collate_with(capacity, source_capacity, pad_id)
         self._drop_last, self._num_workers, self._count_taken = drop_last, num_workers, count_taken
         self._marked = 0
 
@@ -326,7 +339,7 @@ class StreamLoader(BatchLoader):
     def _at_end(self, batch: int) -> bool:
         return self._ended and batch >= self._handed_out
 
-    def _batches(self, epoch: int, start: int) -> Iterator[TokenBatch]:
+    def _batches(self, epoch: int, start: int) -> Iterator[AnyBatch]:
         make = partial(self._read, epoch, start)
         if self._num_workers == 0:
             yield from make()
@@ -334,23 +347,24 @@ class StreamLoader(BatchLoader):
             generator = torch.Generator()  # see `MapLoader`
             yield from DataLoader(_StreamedBatches(make), batch_size=None, num_workers=1, generator=generator)
 
-    def _read(self, epoch: int, start: int) -> Iterator[TokenBatch]:
+    def _read(self, epoch: int, start: int) -> Iterator[AnyBatch]:
         step: list[list[Example]] = []
         number = 0
         for row in self._pack_stream(self._stream(epoch)):
             step.append(row)
             if len(step) == self.share.step_size:
                 if number >= start:
-                    yield collate(self.share.of(step), self._capacity, self._pad_id)
+                    yield self._collate(self.share.of(step))
                 step, number = [], number + 1
         if step and not self._drop_last and number >= start:
             step += [[]] * (self.share.step_size - len(step))
-            yield collate(self.share.of(step), self._capacity, self._pad_id)
+            yield self._collate(self.share.of(step))
 
     def _pack_stream(self, examples: Iterable[Example]) -> Iterator[list[Example]]:
-        packer: FirstFit[Example] = FirstFit(self._capacity)
+        packer: FirstFit[Example] = FirstFit(*self._capacities)
         for example in examples:
-            closed = packer.add(example, len(example.input_ids)) if self._pack else [example]
+            lengths = (len(example.input_ids), len(example.source_ids))[: len(self._capacities)]
+            closed = packer.add(example, *lengths) if self._pack else [example]
             if closed is not None:
                 yield closed
         yield from packer.flush()

@@ -49,8 +49,8 @@ class SourceConfig:
         options: keyword arguments of the generator function, of `datasets.load_dataset`, or `DocstringOptions`.
         limit: at most this many rows, from the front.
         text: whole text, trained on from its second token.
-        prompt: the part that is given, not trained on.
-        completion: the part that is trained on.
+        prompt: the part that is given, not trained on; the source of an encoder-decoder model.
+        completion: the part that is trained on; the target of an encoder-decoder model.
         messages: column of chat messages ({"role", "content"} each); every assistant turn is trained on.
         input_ids: column of token ids, used as they are.
         labels: column of labels beside `input_ids`, in Hugging Face's convention (aligned with `input_ids`, -100 is

@@ -4,7 +4,9 @@ Prompt and completion are tokenised apart and joined, so that the prompt's token
 that the same prompt has when the model is served. What is trained on is decided by lengths, never by token values: the
 padding token is the end-of-sequence token in many models.
 
-Legend: T time (tokens of an example).
+For an encoder-decoder model the prompt is the source, and the completion the target.
+
+Legend: T time (tokens of an example, or of its target), M source tokens.
 """
 
 from __future__ import annotations
@@ -37,13 +39,31 @@ class Example(NamedTuple):
     Attributes:
         input_ids: [T] token ids.
         labels: [T] the token each position should predict (already shifted), or -100.
+        source_ids: [M] what an encoder reads; empty for a decoder-only model.
+        truncated: the source was longer.
     """
 
     input_ids: Sequence[int]
     labels: Sequence[int]
+    source_ids: Sequence[int] = ()
+    truncated: bool = False
 
 
 Encoded = list[Example] | Reason
+
+
+class SourceRule(NamedTuple):
+    """How an encoder-decoder model is given its sources and targets.
+
+    Attributes:
+        max_length: longest source, in tokens.
+        truncate: cut longer ones at the end, before their end-of-sequence token; otherwise such rows give no example.
+        start_token: what the decoder reads first.
+    """
+
+    max_length: int
+    truncate: bool
+    start_token: int
 
 
 class RowEncoder:
@@ -54,9 +74,21 @@ class RowEncoder:
         source: says which columns to read.
         max_length: longest example, in tokens. Longer texts are cut into several examples that together predict every
             token once; longer completions are cut at the end.
+        source_rule: for an encoder-decoder model; `max_length` is that of targets then.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: SourceConfig, max_length: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source: SourceConfig,
+        max_length: int,
+        source_rule: SourceRule | None = None,
+    ) -> None:
+        if source_rule is not None and source.prompt is None:
+            raise OfframpError(
+                f"the source {source.name} gives no pairs, which an encoder-decoder model is trained on; set 'prompt' "
+                "(what the encoder reads) and 'completion' (what the decoder writes) in it"
+            )
         if source.append_eos and tokenizer.eos_token_id is None and source.messages is None:
             raise OfframpError(
                 "the tokenizer has no end-of-sequence token to append; set append_eos: false in the source, or "
@@ -65,6 +97,7 @@ class RowEncoder:
         self.tokenizer = tokenizer
         self.source = source
         self.max_length = max_length
+        self.source_rule = source_rule
         self._eos = [int(tokenizer.eos_token_id)] if source.append_eos and source.input_ids is None else []  # pyright: ignore[reportArgumentType]
         if source.messages is not None and not tokenizer.chat_template:
             raise OfframpError(
@@ -80,6 +113,8 @@ class RowEncoder:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         parts.append(backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items())))
         parts.append(repr(sorted(self.tokenizer.special_tokens_map.items())))
+        if self.source_rule is not None:
+            parts.append(repr(self.source_rule))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
     def encode(self, row: Mapping[str, Any]) -> Encoded:
@@ -106,12 +141,27 @@ class RowEncoder:
         prompt, completion = self._fill(prompt_template, row), self._fill(completion_template, row)
         if prompt is None or completion is None:
             return "blank"
+        if self.source_rule is not None:
+            return self._source_and_target(prompt, completion, self.source_rule)
         given = self._strip_eos(self._tokenize(prompt, special=True))
         wanted = self._tokenize(completion, special=False) + self._eos
         if len(given) > self.max_length:
             return "prompt_too_long"
         ids = (given + wanted)[: self.max_length + 1]
         return _examples([_shift(ids, [IGNORED_LABEL] * len(given) + ids[len(given) :])])
+
+    def _source_and_target(self, source: str, target: str, rule: SourceRule) -> Encoded:
+        given = self._tokenize(source, special=True)
+        truncated = len(given) > rule.max_length
+        if truncated and not rule.truncate:
+            return "prompt_too_long"
+        if truncated:
+            last = given[-1:] if given[-1] == self.tokenizer.eos_token_id else []
+            given = given[: rule.max_length - len(last)] + last
+        wanted = (self._tokenize(target, special=False) + self._eos)[: self.max_length]
+        if not wanted:
+            return "nothing_to_train"
+        return [Example([rule.start_token, *wanted[:-1]], wanted, given, truncated)]
 
     def _encode_ids(self, row: Mapping[str, Any], column: str) -> Encoded:
         ids = [int(token) for token in self._column(row, column) or ()]
@@ -226,16 +276,23 @@ def _examples(candidates: Iterable[Example]) -> Encoded:
 def encode_rows(encoder: RowEncoder, rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """A batched map for `datasets`: columns in, columns `input_ids`, `labels` and `skipped` out.
 
+    For an encoder-decoder model there are `source_ids` and `truncated`, too.
+
     A row without examples gives one row with empty tokens and the reason in `skipped`, so that the counts survive in
     the cache together with the examples.
     """
     out: dict[str, list[Any]] = {"input_ids": [], "labels": [], "skipped": []}
+    if encoder.source_rule is not None:
+        out |= {"source_ids": [], "truncated": []}
     names = list(rows)
     for values in zip(*rows.values(), strict=True):
         for example, reason in _flat(encoder.encode(dict(zip(names, values, strict=True)))):
             out["input_ids"].append(example.input_ids)
             out["labels"].append(example.labels)
             out["skipped"].append(reason)
+            if encoder.source_rule is not None:
+                out["source_ids"].append(example.source_ids)
+                out["truncated"].append(example.truncated)
     return out
 
 
@@ -251,3 +308,8 @@ def describe_skipped(counts: Mapping[str, int], total: int, name: str) -> str:
     """A sentence that says how many rows of a source gave no example, and why; empty when all did."""
     parts = [f"{counts[reason]} {text}" for reason, text in REASONS.items() if counts.get(reason)]
     return f"{name}: skipped {sum(counts.values())} of {total} rows ({', '.join(parts)})" if parts else ""
+
+
+def describe_truncated(count: int, total: int, rule: SourceRule, name: str) -> str:
+    """A sentence that says how many sources were cut; empty when none was."""
+    return f"{name}: cut {count} of {total} sources to {rule.max_length} tokens" if count else ""

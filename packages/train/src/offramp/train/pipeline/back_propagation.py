@@ -21,6 +21,7 @@ def back_propagate(
     gradient: Tensor | None,
     cuts: Mapping[int, Cut],
     losses: Callable[[int], Iterable[Tensor]],
+    carried: Iterable[Cut] = (),
 ) -> None:
     """Add a micro-batch's gradients to those of a stage's parameters and of what it received.
 
@@ -29,6 +30,7 @@ def back_propagate(
         gradient: [B, T, D] of everything later with respect to `output`; None if nothing comes back.
         cuts: exit layer -> where the graph is cut.
         losses: of the exit after a layer, from the state `Cut.above`.
+        carried: what many layers read, whose gradients are complete when all of them are done.
     """
     top: Tensor | None = output
     for layer in sorted(cuts, reverse=True):
@@ -42,6 +44,9 @@ def back_propagate(
         if top is not None:
             cut.above.grad = None  # it would outlive its use
     _pass_on(top, gradient)
+    for cut in carried:
+        _pass_on(cut.below, cut.above.grad)
+        cut.above.grad = None
 
 
 def back_propagate_loss(loss: Tensor) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from offramp.common.model.attention import Layout
+from offramp.common.model.layout import BatchLayout
 from offramp.train.agreement import NOT_ASKED, Predictions
 from offramp.train.losses import ExitLosses, ExitSums, MicroBatch, Objective
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
@@ -58,14 +58,16 @@ class _InFlight(NamedTuple):
         received: [B, T] token ids or [B, T, D] states that this stage read.
         output: [B, T, D] states that it sent on.
         cuts: what its exits read.
+        carried: what its layers read beside the states.
     """
 
     number: int
     micro_batch: MicroBatch
-    layout: Layout
+    layout: BatchLayout
     received: Tensor
     output: Tensor
     cuts: dict[int, Cut]
+    carried: tuple[Cut, ...]
 
 
 class EarlyExitPipelineEngine(PipelineEngine):
@@ -203,7 +205,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
 
     def _forward(self, micro_batch: int, exchange: Exchange) -> None:
         micro, operation = self._queue[micro_batch], Operation("forward", micro_batch)
-        layout = micro.layout(self.module.stage.plan.config)
+        layout = self.module.stage.layout(micro)
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
         x = micro.tokens.input_ids
@@ -212,10 +214,10 @@ class EarlyExitPipelineEngine(PipelineEngine):
             x.requires_grad_(torch.is_grad_enabled() and exchange.sends(Operation("backward", micro_batch)))
         # The module itself, not DeepSpeedEngine.forward, whose output hooks divide by the number of micro-batches and
         # clear gradients in the middle of the backward pass.
-        output, cuts = self.module(x, layout)
+        output, cuts, carried = self.module(x, layout)
         if exchange.sends(operation):
             exchange.send(operation, output.detach().contiguous())
-        running = _InFlight(micro_batch, micro, layout, x, output, cuts)
+        running = _InFlight(micro_batch, micro, layout, x, output, cuts, carried)
         if torch.is_grad_enabled():
             self._in_flight[micro_batch] = running
         elif not self.module.training:
@@ -236,6 +238,7 @@ class EarlyExitPipelineEngine(PipelineEngine):
                     exchange.receive(operation) if exchange.expects(operation) else None,
                     running.cuts,
                     losses.of,
+                    running.carried,
                 )
             self._backward_epilogue()
         finally:
@@ -287,9 +290,11 @@ class EarlyExitPipelineEngine(PipelineEngine):
     def _empty_message(self, operation: Operation) -> Tensor:
         # The stock engine negotiates one shape for the whole run. Here it follows from the micro-batch, so sequences
         # and last batches of any size need no message.
-        rows, time = self._queue[operation.micro_batch].tokens.input_ids.shape
+        tokens = self._queue[operation.micro_batch].tokens
         size = self.module.stage.plan.config.hidden_size
-        return torch.empty(rows, time, size, dtype=next(self.module.parameters()).dtype, device=self.device)
+        return torch.empty(
+            tokens.num_rows, tokens.row_length, size, dtype=next(self.module.parameters()).dtype, device=self.device
+        )
 
     # ---- after the last backward pass
 

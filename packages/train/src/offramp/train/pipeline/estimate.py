@@ -81,7 +81,7 @@ class Estimator:
         return [self._memory(Stage(self.model, self.plan, index)) for index in range(self.plan.num_stages)]
 
     def _memory(self, stage: Stage) -> StageMemory:
-        own = slices(stage, self.plan.config, self.tensor - 1, self.tensor) if self.tensor > 1 else {}
+        own = slices(stage, self.model.config, self.tensor - 1, self.tensor) if self.tensor > 1 else {}
         sizes = {name: (own[name].of(p) if name in own else p).numel() for name, p in stage.named_parameters()}
         trained = sum(sizes[name] for name, p in stage.named_parameters() if p.requires_grad)
         casts = 0
@@ -111,7 +111,7 @@ class Estimator:
 
     def _work(self, index: int, early_exits: bool, deferred: bool, checkpointing: bool) -> StageWork:
         plan, shape, times = self.plan, self.shape, self.times
-        config, start, stop = plan.config, plan.bounds[index], plan.bounds[index + 1]
+        config, start, stop = self.model.config, plan.bounds[index], plan.bounds[index + 1]
         cost, state = layer_cost(config, shape, self.tensor), float(shape.state_bytes(config.hidden_size))
         # Where nothing at or below is trained, no gradient is wanted and nothing is kept for one.
         flows = _is_trained(self.model.embed_tokens) or any(_is_trained(self.model.layers[i]) for i in range(start))
@@ -249,7 +249,7 @@ def fill_bubbles(
         cooldown: at most so many in the cool-down; None: as many as fit.
     """
     stages, micro_batches = len(works), estimator.micro_batches
-    plan, config = estimator.plan, estimator.plan.config
+    plan, config = estimator.plan, estimator.model.config
     ratio = sum(w.seconds("backward") for w in works) / max(sum(w.seconds("forward") for w in works), 1e-30)
     capacity = bubble_capacity(stages, ratio)
     with_exits = [s for s in range(stages) if any(layer < config.num_layers for layer in plan.exits_of(s))]

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from offramp.common.families import AnyModel
 from offramp.train.pipeline.estimate import Estimator, Variant
+from offramp.train.pipeline.stages import StagePlan
+from offramp.train.pipeline.t5_stages import make_stage
 
 GIB = 2.0**30
 
@@ -23,6 +26,28 @@ class StageReport(NamedTuple):
 
     text: str
     stages: list[dict[str, Any]]
+
+
+def layers_only(plan: StagePlan, model: AnyModel) -> StageReport:
+    """Layers, exits and parameters of each stage: what is known of an encoder-decoder model."""
+    records, rows = [], []
+    for index in range(plan.num_stages):
+        parameters = dict(make_stage(model, plan, index).named_parameters()).values()
+        encoder, decoder = ([bounds[index] + 1, bounds[index + 1]] for bounds in (plan.encoder_bounds, plan.bounds))
+        record = {
+            "stage": index,
+            "encoder_layers": encoder if encoder[0] <= encoder[1] else [],
+            "layers": decoder if decoder[0] <= decoder[1] else [],
+            "exits": list(plan.exits_of(index)),
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        }
+        records.append(record)
+        spans = ["{}-{}".format(*span) if span else "none" for span in (record["encoder_layers"], record["layers"])]
+        exits = ", ".join(map(str, record["exits"])) or "none"
+        rows.append([str(index), *spans, exits, f"{record['parameters'] / 1e6:,.1f}"])
+    head = ["stage", "encoder layers", "decoder layers", "exits", "params, M"]
+    return StageReport(f"stage plan:\n{table(head, rows)}", records)
 
 
 def stage_table(estimator: Estimator) -> str:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from offramp.common.errors import OfframpError
-from offramp.common.model.attention import Layout
-from offramp.common.model.transformer import MultiExitTransformer
+from offramp.common.families import AnyModel
 from offramp.train.pipeline import quiet_deepspeed  # noqa: F401 - before deepspeed
-from offramp.train.pipeline.stages import Stage, StagePlan
+from offramp.train.pipeline.stages import Stage, StageOutput, StagePlan
+from offramp.train.pipeline.t5_stages import make_stage
 from offramp.train.pipeline.tensor_parallel import shard_stage
 from offramp.train.stage_files import Slice, find_stages
 from offramp.train.start_weights import StartWeights
@@ -51,7 +51,7 @@ class StageModule(PipelineModule):
 
     def __init__(
         self,
-        model: MultiExitTransformer,
+        model: AnyModel,
         plan: StagePlan,
         tensor: int = 1,
         checkpoint_activations: bool = False,
@@ -60,7 +60,7 @@ class StageModule(PipelineModule):
         replicas = dist.get_world_size() // (plan.num_stages * tensor)
         topology = PipeModelDataParallelTopology(plan.num_stages, tensor, replicas)
         index = topology.get_coord(dist.get_rank()).pipe
-        stage = Stage(model, plan, index, checkpoint_activations)
+        stage = make_stage(model, plan, index, checkpoint_activations)
         self.sharding = None if tensor == 1 else shard_stage(stage, _tensor_group(topology))
         if start is not None:
             start.materialise(stage, self.slices)
@@ -75,9 +75,7 @@ class StageModule(PipelineModule):
         if not any(parameter.requires_grad for parameter in stage.parameters()):
             self.idle = nn.Parameter(torch.zeros(1, device=next(stage.parameters()).device))
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, forward_input: Tensor, layout: Layout
-    ) -> tuple[Tensor, dict[int, Tensor]]:
+    def forward(self, forward_input: Tensor, layout: Any) -> StageOutput:  # pyright: ignore[reportIncompatibleMethodOverride]
         """See `Stage.forward`."""
         return self.stage(forward_input, layout)
 

@@ -1,18 +1,18 @@
-"""A `MultiExitTransformer` cut into pipeline stages: the plan, and one stage's part of the model.
+"""A model cut into pipeline stages: the plan, and one stage's part of the model (for a T5 see `t5_stages`).
 
 A stage is the model with modules missing: its parameters have the names they have in the whole model. Checkpoints of
 any number of stages are therefore the same set of named tensors.
 
-Legend: B batch, T time, D model, F feed-forward, V vocabulary, L layers, S stages.
+Legend: B batch, T time, M source tokens, D model, F feed-forward, V vocabulary, L layers, S stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
-from offramp.common.model.attention import Layout
+from offramp.common.families import AnyConfig, make_model
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.exit_head import ExitHead
-from offramp.common.model.multi_exit import run_layer
-from offramp.common.model.transformer import MultiExitTransformer
-from offramp.train.losses import ExitReader
+from offramp.common.model.layout import BatchLayout
+from offramp.common.model.multi_exit import MultiExitDecoder, run_layer
+from offramp.common.t5.block import DecoderBlock
+from offramp.common.t5.config import T5Config
+from offramp.common.t5.model import MultiExitT5
+from offramp.train.losses import ExitReader, MicroBatch
 from offramp.train.vocabulary import VocabularyShard
 
 ExitPlacement = Literal["next_stage", "same_stage"]
@@ -43,12 +46,15 @@ class StagePlan:
             the model, what lies above is on no stage, nor is the final exit.
         exit_placement: of exits between two stages. The later stage holds the state anyway and has fewer micro-batches
             in flight (EE-LLM, section 3.2), so it is the default.
+        encoder_bounds: [S + 1] the same of the layers of an encoder, which end where those of the decoder begin; empty
+            without one.
     """
 
-    config: ModelConfig
+    config: AnyConfig
     exits: ExitConfig
     bounds: tuple[int, ...]
     exit_placement: ExitPlacement = "next_stage"
+    encoder_bounds: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -83,6 +89,9 @@ class StagePlan:
                     holders[head].add(stage)
                 if final or self.exits.head == "final":
                     holders["norm.weight"].add(stage)
+        for prefix, bounds in (("encoder.", self.encoder_bounds), ("", self.bounds if self.encoder_bounds else ())):
+            running = {stage for stage, (start, stop) in enumerate(pairwise(bounds)) if start < stop}
+            holders[f"{prefix}relative_attention_bias.weight"] = running
         return {name: tuple(sorted(stages)) for name, stages in sorted(holders.items()) if len(stages) > 1}
 
 
@@ -91,7 +100,7 @@ class LayerCosts:
     """Multiplications per token, forward.
 
     Attributes:
-        blocks: of each layer.
+        blocks: of each layer; those of an encoder come first.
         exits: exit layer -> of its head, the unembedding included; the final exit last.
     """
 
@@ -104,30 +113,40 @@ class LayerCosts:
         return sum(self.blocks) + sum(self.exits.values())
 
 
-def layer_costs(config: ModelConfig, exits: ExitConfig, labelled_share: float = 1.0) -> LayerCosts:
+def layer_costs(
+    config: AnyConfig, exits: ExitConfig, labelled_share: float = 1.0, source_share: float = 1.0
+) -> LayerCosts:
     """What layers and exits cost; the embedding is a look-up and costs nothing.
 
     Args:
         config: the model.
         exits: its early exits.
         labelled_share: share of positions with a label; only they meet the unembedding.
+        source_share: M / T, source tokens for each target token, whose layers' cost is counted for that one.
     """
     with torch.device("meta"):
-        model = MultiExitTransformer(config, exits)
-    blocks = tuple(float(_matrix_elements(block)) for block in model.layers)
+        model: MultiExitDecoder[Any, Any] = make_model(config, exits)
+    blocks = [float(_matrix_elements(block)) for block in model.layers]
+    if isinstance(model, MultiExitT5):
+        for index, block in enumerate(model.layers):
+            assert isinstance(block, DecoderBlock)
+            keys_values = block.cross_attn.k_proj.weight.numel() + block.cross_attn.v_proj.weight.numel()
+            blocks[index] += (source_share - 1.0) * keys_values  # of source tokens
+        blocks = [source_share * _matrix_elements(block) for block in model.encoder.layers] + blocks
     vocabulary = config.vocab_size * config.hidden_size * labelled_share
     heads = {layer: _transform_elements(_head(model, layer)) for layer in exits.layers}
-    return LayerCosts(blocks, {**{k: v + vocabulary for k, v in heads.items()}, config.num_layers: vocabulary})
+    return LayerCosts(tuple(blocks), {**{k: v + vocabulary for k, v in heads.items()}, config.num_layers: vocabulary})
 
 
 def plan_stages(
-    config: ModelConfig,
+    config: AnyConfig,
     exits: ExitConfig,
     num_stages: int,
     bounds: Sequence[int] | None = None,
     labelled_share: float = 1.0,
     exit_placement: ExitPlacement = "next_stage",
     depth: int | None = None,
+    source_share: float = 1.0,
 ) -> StagePlan:
     """Divide a model among stages.
 
@@ -135,30 +154,39 @@ def plan_stages(
         config: the model.
         exits: its early exits.
         num_stages: S.
-        bounds: [S - 1] the last layer of every stage but the last; None balances the cost.
+        bounds: [S - 1] the last layer of every stage but the last, counted through an encoder and on through the
+            decoder; None balances the cost.
         labelled_share: see `layer_costs`.
         exit_placement: see `StagePlan`.
-        depth: layers that run, the last of them with an exit; all if None.
+        depth: (decoder) layers that run, the last of them with an exit; all if None.
+        source_share: see `layer_costs`.
 
     Raises:
         OfframpError: there are fewer layers than stages, or the bounds leave a stage empty.
     """
     depth = config.num_layers if depth is None else depth
-    if not 1 <= num_stages <= depth:
-        what = f"a model of {depth} layers" if depth == config.num_layers else f"{depth} layers below the last exit"
-        raise OfframpError(f"{what} cannot be divided into {num_stages} stages; choose 1..{depth}.")
+    encoder = config.num_encoder_layers if isinstance(config, T5Config) else 0
+    total = encoder + depth
+    if not 1 <= num_stages <= total:
+        what = f"a model of {total} layers" if depth == config.num_layers else f"{total} layers below the last exit"
+        raise OfframpError(f"{what} cannot be divided into {num_stages} stages; choose 1..{total}.")
     if exit_placement not in get_args(ExitPlacement):
         raise OfframpError(f"exit_placement is {exit_placement!r}; choose one of {', '.join(get_args(ExitPlacement))}.")
     if bounds is None:
-        costs = layer_costs(config, exits, labelled_share)
-        return StagePlan(config, exits, _balanced(costs, num_stages, exit_placement, depth), exit_placement)
-    edges = (0, *bounds, depth)
+        costs = layer_costs(config, exits, labelled_share, source_share)
+        costs = LayerCosts(costs.blocks, {encoder + layer: cost for layer, cost in costs.exits.items()})
+        edges = _balanced(costs, num_stages, exit_placement, total)
+    else:
+        edges = (0, *bounds, total)
     if len(edges) != num_stages + 1 or any(a >= b for a, b in pairwise(edges)):
         raise OfframpError(
-            f"stage_bounds {list(bounds)} must be {num_stages - 1} ascending layer numbers inside 1.."
-            f"{depth - 1}: the last layer of every stage but the last."
+            f"stage_bounds {list(edges[1:-1])} must be {num_stages - 1} ascending layer numbers inside 1.."
+            f"{total - 1}: the last layer of every stage but the last."
         )
-    return StagePlan(config, exits, edges, exit_placement)
+    own, others = (
+        tuple(min(max(edge - first, 0), size) for edge in edges) for first, size in ((encoder, depth), (0, encoder))
+    )
+    return StagePlan(config, exits, own, exit_placement, others if encoder else ())
 
 
 def replicas(processes: int, pipe: int, tensor: int) -> int:
@@ -189,6 +217,20 @@ class Cut(NamedTuple):
         return cls(below, below.detach().requires_grad_(below.requires_grad))
 
 
+class StageOutput(NamedTuple):
+    """What a stage makes of a micro-batch.
+
+    Attributes:
+        states: [B, T, D] after its last layer.
+        cuts: exit layer -> what its exits read. Exits are not computed in the forward pass; see `ExitReader`.
+        carried: what many of its layers read beside the states, and have gradients of.
+    """
+
+    states: Tensor
+    cuts: dict[int, Cut]
+    carried: tuple[Cut, ...] = ()
+
+
 class Stage(nn.Module):
     """The modules of one stage, under their names in the whole model, which they are taken from (not copied).
 
@@ -201,7 +243,7 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, model: MultiExitTransformer, plan: StagePlan, index: int, checkpoint_activations: bool = False
+        self, model: MultiExitDecoder[Any, Any], plan: StagePlan, index: int, checkpoint_activations: bool = False
     ) -> None:
         super().__init__()
         self.plan, self.index, self.checkpoint_activations = plan, index, checkpoint_activations
@@ -218,6 +260,7 @@ class Stage(nn.Module):
         early = [layer for layer in self.exit_layers if layer < plan.config.num_layers]
         self.exits = nn.ModuleDict({str(layer): model.exits[str(layer)] for layer in early})
         self.vocabulary: VocabularyShard | None = None  # what the unembeddings hold of it; None: all
+        self.output_scale = model.output_scale
 
     @property
     def trains_backbone(self) -> bool:
@@ -243,43 +286,47 @@ class Stage(nn.Module):
             return ExitReader(head, norm, head.unembed.weight, self.vocabulary)
         shared = self.embed_tokens if self.lm_head is None else self.lm_head
         assert shared is not None
-        return ExitReader(head, norm, shared.weight, self.vocabulary)
+        return ExitReader(head, norm, shared.weight, self.vocabulary, self.output_scale)
 
-    def forward(self, x: Tensor, layout: Layout) -> tuple[Tensor, dict[int, Cut]]:
+    def layout(self, batch: MicroBatch) -> BatchLayout:
+        """What `forward` is to know of a micro-batch beside its states."""
+        assert isinstance(self.plan.config, ModelConfig)
+        return batch.layout(self.plan.config)
+
+    def forward(self, x: Tensor, layout: BatchLayout) -> StageOutput:
         """Run this stage's layers.
 
         Args:
             x: [B, T] token ids on the first stage, [B, T, D] states on the others.
             layout: of the micro-batch.
-
-        Returns:
-            [B, T, D] the states after the last layer, and exit layer -> what this stage's exits read. Exits are not
-            computed here; see `ExitReader`.
         """
-        start, h, cuts = self.plan.bounds[self.index], x, {}
         if self.index == 0:
             assert self.embed_tokens is not None
-            h = self.embed_tokens(x)
+            x = self.embed_tokens(x)
+        return StageOutput(*self._run_decoder(x, layout))
+
+    def _run_decoder(self, h: Tensor, layout: BatchLayout) -> tuple[Tensor, dict[int, Cut]]:
+        start, cuts = self.plan.bounds[self.index], {}
         for name, block in self.layers.items():
             layer = int(name)
             if layer in self.exit_layers:
-                cuts[layer] = Cut(None, h) if layer == start else Cut.of(h)
+                cuts[layer] = Cut(None, h) if layer == start and h.is_leaf else Cut.of(h)
                 h = cuts[layer].above
-            h = self._run_layer(block, h, layer, layout)
+            h = self._run(run_layer, block, h, layer, layout)
         if (stop := self.plan.bounds[self.index + 1]) in self.exit_layers:
             cuts[stop] = Cut.of(h)
             h = cuts[stop].above
         return h, cuts
 
-    def _run_layer(self, block: nn.Module, h: Tensor, layer: int, layout: Layout) -> Tensor:
+    def _run(self, layer: Callable[..., Tensor], *arguments: Any) -> Tensor:
         if self.checkpoint_activations and torch.is_grad_enabled():
             # Not the reentrant kind, which would start a backward pass of its own for every layer. It comes back to
             # the autocast of this moment.
-            return checkpoint(run_layer, block, h, layer, layout, use_reentrant=False)
-        return run_layer(block, h, layer, layout)
+            return checkpoint(layer, *arguments, use_reentrant=False)
+        return layer(*arguments)
 
 
-def _head(model: MultiExitTransformer, layer: int) -> ExitHead:
+def _head(model: MultiExitDecoder[Any, Any], layer: int) -> ExitHead:
     head = model.exits[str(layer)]
     assert isinstance(head, ExitHead)
     return head

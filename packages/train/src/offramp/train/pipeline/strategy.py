@@ -32,8 +32,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from offramp.common.errors import OfframpError
+from offramp.common.families import AnyModel
 from offramp.common.hf import read_json
 from offramp.common.model.transformer import MultiExitTransformer
+from offramp.common.t5.config import T5Config
+from offramp.train.encoder_decoder import check_pipeline
 from offramp.train.losses import ExitSums, MicroBatch, Objective
 from offramp.train.module import MultiExitModule
 from offramp.train.pipeline import checkpoints
@@ -45,7 +48,7 @@ from offramp.train.pipeline.loss_scale import LossScale
 from offramp.train.pipeline.placement import Placement
 from offramp.train.pipeline.quiet_deepspeed import use_device
 from offramp.train.pipeline.registration import NAME, register_strategy
-from offramp.train.pipeline.report import StageReport, stage_records, stage_table
+from offramp.train.pipeline.report import StageReport, layers_only, stage_records, stage_table
 from offramp.train.pipeline.schedule import Schedule
 from offramp.train.pipeline.stage_module import StageModule
 from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages
@@ -82,7 +85,8 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         micro_batches: parts that a batch is cut into. Parts may differ by a row, so any batch of at least as many rows
             will do; the bubble is (S - 1) / (micro_batches + S - 1) of a step.
         zero_stage: 1 divides the optimizer's state among data-parallel replicas.
-        stage_bounds: last layer of every stage but the last; None balances the cost.
+        stage_bounds: last layer of every stage but the last, counted through an encoder and on through the decoder;
+            None balances the cost.
         exit_placement: of exits between two stages; see `StagePlan`.
         checkpoint_activations: layers keep their input alone and run again in the backward pass; see `Stage`.
         fill_bubbles: put partial micro-batches into the idle time, beside the whole ones: `true` for as many as fit,
@@ -183,25 +187,38 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
 
     # ---- model and optimizer
 
-    def build_stages(self, model: MultiExitTransformer, start: StartWeights) -> StageModule:
+    def build_stages(self, model: AnyModel, start: StartWeights) -> StageModule:
         """This rank's stage of a model on the meta device; called by `MultiExitModule.configure_model`."""
         config, exits = model.config, model.exit_config
         module = self.module
-        check_tensor_parallel(config, self.tensor, lora=module.lora is not None, compiled=module.compile_layers)
+        if isinstance(config, T5Config):
+            check_pipeline(tensor=self.tensor, fills=self.fill_settings is not None)
+        else:
+            check_tensor_parallel(config, self.tensor, lora=module.lora is not None, compiled=module.compile_layers)
         plan = plan_stages(
-            config, exits, self.pipe, self.stage_bounds, self.labelled_share, self.exit_placement, model.depth
-        )
+            config, exits, self.pipe, self.stage_bounds, self.labelled_share, self.exit_placement, model.depth,
+            self._source_share(),
+        )  # fmt: skip
         if self.is_global_zero:
             self.stage_report = self._describe(plan, model)
             rank_zero_info(self.stage_report.text)
         shared = {name: holders for name, holders in plan.shared.items() if model.get_parameter(name).requires_grad}
         if self.num_nodes > 1 and (crossing := self.placement.describe_shared(shared)) is not None:
             rank_zero_info(crossing)
-        self.schedule = self._filled(plan, model)
+        if isinstance(model, MultiExitTransformer):
+            self.schedule = self._filled(plan, model)
         return StageModule(model, plan, self.tensor, self.checkpoint_activations, start)
 
-    def _describe(self, plan: StagePlan, model: MultiExitTransformer) -> StageReport:
+    def _source_share(self) -> float:
+        """Source tokens for each target token, as far as the data say how many there are."""
+        data = getattr(self.module.trainer, "datamodule", None)
+        source, target = getattr(data, "source_length", None), getattr(data, "sequence_length", None)
+        return source / target if source and target else 1.0
+
+    def _describe(self, plan: StagePlan, model: AnyModel) -> StageReport:
         """The stage plan, at the speed that this device has now."""
+        if not isinstance(model, MultiExitTransformer):
+            return layers_only(plan, model)
         shape = self._micro_batch_shape()
         speed = matrix_speed(self.root_device, shape.mixed)
         estimator = self._estimator(plan, model, shape, speed)
@@ -222,7 +239,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         self, plan: StagePlan, model: MultiExitTransformer, shape: MicroBatchShape, speed: float
     ) -> Estimator:
         return Estimator(
-            plan, model, shape, estimated(plan.config, plan.exits, shape, speed, "", tensor=self.tensor),
+            plan, model, shape, estimated(model.config, plan.exits, shape, speed, "", tensor=self.tensor),
             self.micro_batches, self.data_parallel_size, self.zero_stage, self.checkpoint_activations,
             self.fill_settings, self.tensor,
         )  # fmt: skip
@@ -335,8 +352,9 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
             own = {"train/loss_scale": scale, "train/overflows": float(engine.fp16_scale.overflows)}
             module.log_dict(own, on_step=True, on_epoch=False, batch_size=1)
         first = engine.is_first_stage() and engine.module.tensor_rank == 0
-        rows, length = micro.tokens.input_ids.shape
-        module.log_training(sums, rows * length if first else 0, length, engine.grad_norm)
+        tokens, length = micro.tokens, micro.tokens.input_ids.shape[1]
+        positions = tokens.num_rows * tokens.row_length if first else 0
+        module.log_training(sums, positions, length, engine.grad_norm)
         # The engine has left the step out already, if there was reason to.
         module.watch_step(engine.grad_norm, scaled=engine.overflowed)
         return torch.zeros((), device=self.root_device)
@@ -418,9 +436,11 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         return checkpoint
 
     def _layout(self) -> dict[str, Any]:
-        bounds = list(self.engine.module.stage.plan.bounds)
+        plan = self.engine.module.stage.plan
+        encoder = {"encoder_bounds": list(plan.encoder_bounds)} if plan.encoder_bounds else {}
         return {
-            "stage_bounds": bounds,
+            "stage_bounds": list(plan.bounds),
+            **encoder,
             "tensor_parallel": self.tensor,
             "exit_placement": self.exit_placement,
             "data_parallel": self.data_parallel_size,

@@ -149,6 +149,7 @@ def shard_stage(stage: Stage, ranks: TensorGroup) -> Sharding:
         OfframpError: the model cannot be divided so.
     """
     config = stage.plan.config
+    assert isinstance(config, ModelConfig)  # `check_pipeline` refuses others
     check_tensor_parallel(config, ranks.size)
     own = slices(stage, config, ranks.rank, ranks.size)
     for name, part in own.items():

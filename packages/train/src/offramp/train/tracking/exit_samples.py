@@ -94,8 +94,8 @@ class ExitSamples(pl.Callback):
         """Write the table; all ranks take part."""
         if not self.tokens or trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        if not isinstance(pl_module, MultiExitModule):
-            return
+        if not isinstance(pl_module, MultiExitModule) or pl_module.decoder_start_token_id is not None:
+            return  # sources are no prompts
         tokenizer = _tokenizer(trainer)
         if self._plan is None:
             # Replicas have other rows, and all ranks have to do the same.
@@ -105,12 +105,13 @@ class ExitSamples(pl.Callback):
             ends = pl_module.source.eos_token_ids
             said = continuations(pl_module, [prompt.tokens for prompt in prompts], tokens, ends)
             if trainer.is_global_zero:
-                final = pl_module.source.config.num_layers
+                final = pl_module.source.model.config.num_layers
                 text = table(prompts, said, final, tokenizer, ends)
                 record_text(trainer, FILE.format(trainer.global_step - 1), text)
 
     def _planned(self, module: MultiExitModule, tokenizer: Any) -> tuple[list[Prompt], int]:
         """Prompts and the number of tokens to be written."""
+        assert module.max_sequence_length is not None
         room = module.max_sequence_length - 1
         if self.prompts is not None:
             if tokenizer is None:
