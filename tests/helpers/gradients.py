@@ -162,7 +162,8 @@ def filled_oracle(case: Case, num_stages: int, replicas: int) -> dict[str, Tenso
         numbers = sorted({one.micro_batch for one in schedule.operations[0] if one.kind == "forward"})
         rows = {number: queue[number].tokens.num_rows for number in numbers}
         for number in numbers:
-            ids, labels, segments = queue[number].tokens
+            tokens = queue[number].tokens
+            ids, labels, segments = tokens.input_ids, tokens.labels, tokens.segment_ids
             logits = model(ids, model.layout(ids, segments, queue[number].exit_depths)).logits
             for layer, weight in case.weights.items():
                 mask = queue[number].trained(layer)

@@ -19,7 +19,7 @@ from torch import nn
 
 from helpers.tiny import tiny_tokenizer
 from offramp.common.errors import OfframpError
-from offramp.train.data.batch import TokenBatch
+from offramp.train.data.batch import AnyBatch, TokenBatch
 from offramp.train.data.datamodule import TextDataModule
 from offramp.train.data.loader import MapLoader, Share
 from offramp.train.data.sources import SourceConfig
@@ -53,7 +53,7 @@ def as_rank(data: TextDataModule, rank: int, num_replicas: int) -> TextDataModul
     return data
 
 
-def examples_in(batches: list[TokenBatch]) -> Counter[str]:
+def examples_in(batches: list[AnyBatch]) -> Counter[str]:
     """Texts of all segments with a label."""
     found: Counter[str] = Counter()
     for batch in batches:
@@ -75,7 +75,7 @@ def all_texts(count: int) -> set[str]:
 @pytest.mark.parametrize("pack", [False, True])
 def test_ranks_share_out_validation_rows_each_exactly_once(make: MakeData, streaming: bool, pack: bool) -> None:
     source = SourceConfig(kind="generator", path="helpers.rows:counted", options={"count": 23}, streaming=streaming)
-    per_rank: list[list[TokenBatch]] = []
+    per_rank: list[list[AnyBatch]] = []
     for rank in range(3):
         data = as_rank(make(validation=source, pack=pack), rank, 3)
         data.setup("validate")
@@ -88,7 +88,7 @@ def test_ranks_share_out_validation_rows_each_exactly_once(make: MakeData, strea
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_train_epochs_differ_and_seeds_repeat(make: MakeData, streaming: bool) -> None:
-    def epochs(seed: int) -> list[list[TokenBatch]]:
+    def epochs(seed: int) -> list[list[AnyBatch]]:
         data = make(streaming=streaming, seed=seed)
         data.setup("fit")
         loader = data.train_dataloader()
@@ -253,11 +253,11 @@ class Recorder(pl.LightningModule):
         self.weight = nn.Parameter(torch.zeros(()))
         self.seen: list[list[int]] = []
 
-    def training_step(self, batch: TokenBatch) -> torch.Tensor:
+    def training_step(self, batch: AnyBatch) -> torch.Tensor:
         self.seen.append(batch.input_ids.flatten().tolist())
         return self.weight * batch.input_ids.float().mean()
 
-    def validation_step(self, batch: TokenBatch) -> None:
+    def validation_step(self, batch: AnyBatch) -> None:
         assert isinstance(batch, TokenBatch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ from helpers.tiny import tiny_checkpoint
 from offramp.common.checkpoint import load_checkpoint, save_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
-from offramp.train.data.batch import TokenBatch
+from offramp.train.data.batch import AnyBatch
 from offramp.train.nonfinite import MOST_IN_A_ROW, NonfiniteGuard
 from offramp.train.pipeline.loss_scale import LossScale
 
@@ -49,7 +49,7 @@ class PoisonedSteps:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __iter__(self) -> Iterator[TokenBatch]:
+    def __iter__(self) -> Iterator[AnyBatch]:
         for number, batch in enumerate(self.steps):
             if number >= 3 and self.steps.rank == self.steps.replicas - 1:
                 batch.input_ids[-1, -1] = POISON

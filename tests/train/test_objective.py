@@ -38,6 +38,7 @@ def test_weights_are_constant_without_a_schedule() -> None:
 def test_rules_by_hand() -> None:
     assert weights(0, exit_weights="uniform") == [0.25] * 4
     assert weights(0, exit_weights="calm") == pytest.approx([2 / 20, 4 / 20, 6 / 20, 8 / 20])
+    assert weights(0, exit_weights="geometric") == pytest.approx([1 / 15, 2 / 15, 4 / 15, 8 / 15])
     # e(l) = 0.5 * (0 + .. + l) with l = 1, 3, 5; the last one, l = 7, gets 7 + 0.5 * (0 + .. + 6).
     parts = [0.5, 3.0, 7.5, 17.5]
     expected = [part / sum(parts) for part in parts]
@@ -111,7 +112,7 @@ def test_token_losses_of_each_exit() -> None:
         (lambda: ExitWeights(EARLY, LAYERS, [1.0]), r"exit_weights has 1 values, but .* 3 early exits"),
         (lambda: ExitWeights(EARLY, LAYERS, [1.0, -1.0, 1.0]), "must not be negative"),
         (lambda: ExitWeights(EARLY, LAYERS, [1.0, math.nan, 1.0]), "must not be negative"),
-        (lambda: ExitWeights(EARLY, LAYERS, "deep"), "'deep'; choose one of uniform, calm, layerskip"),  # pyright: ignore
+        (lambda: ExitWeights(EARLY, LAYERS, "deep"), "'deep'; choose one of uniform, calm, geometric, layerskip"),  # pyright: ignore
         (lambda: ExitWeights(EARLY, LAYERS, "calm", 1.0), r"leave final_weight 1\.0 out"),
         (lambda: ExitWeights(EARLY, LAYERS, "calm", schedule=WeightSchedule(5)), "a schedule needs a list"),
         (lambda: ExitWeights(EARLY, LAYERS, "layerskip", exit_scale=0.0), r"exit_scale is 0\.0"),

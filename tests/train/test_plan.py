@@ -179,7 +179,7 @@ def test_given_times_are_used(recipe: Path) -> None:
 def test_times_from_operations(recipe: Path) -> None:
     planned = plan_recipe([recipe], [("plan.tflops", "0.001"), ("plan.link_gbps", "1")])
     times, shape = planned.estimator.times, planned.estimator.shape
-    assert times.layer.forward == pytest.approx(layer_cost(planned.estimator.plan.config, shape).flops / 1e9)
+    assert times.layer.forward == pytest.approx(layer_cost(planned.estimator.model.config, shape).flops / 1e9)
     assert times.layer.backward == pytest.approx(2 * times.layer.forward)
     assert times.transfer == pytest.approx(2 * 64 * 32 * 4 * 8 / 1e9)
 

@@ -96,7 +96,7 @@ def test_stages_end_at_the_last_layer_that_runs() -> None:
     ids = torch.arange(12).view(1, 12)
     layout = model.layout(ids)
     first, last = Stage(model, plan, 0), Stage(model, plan, 1)
-    _, cuts = last(first(ids, layout)[0], layout)
+    _, cuts, _ = last(first(ids, layout)[0], layout)
     expected = model(ids, layout, exits=[6])
     assert torch.equal(cuts[6].above, expected.hidden_states[6])
     assert not any(name.startswith("norm") for name in {**first.state_dict(), **last.state_dict()})

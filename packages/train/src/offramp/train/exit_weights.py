@@ -12,11 +12,12 @@ from typing import Literal, get_args
 
 from offramp.common.errors import OfframpError
 
-WeightRule = Literal["uniform", "calm", "layerskip"]
+WeightRule = Literal["uniform", "calm", "geometric", "layerskip"]
 """Weights that follow from depth and add up to one at every step, over the exits that take part in it.
 
 - `uniform`: all equal.
 - `calm`: w_e ~ e (CALM, section 3.3).
+- `geometric`: each exit counts twice as much as the one before it.
 - `layerskip`: w_e ~ s * (0 + .. + (e - 1)) for early exits, w_L ~ L - 1 + s * (0 + .. + (L - 2)) (LayerSkip, eq. 4).
 """
 Shape = Literal["constant", "linear", "cosine"]
@@ -192,6 +193,8 @@ class ExitWeights:
             return [1.0] * (len(self.early) + 1)
         if rule == "calm":
             return [float(layer) for layer in (*self.early, self.num_layers)]
+        if rule == "geometric":
+            return [2.0**index for index in range(len(self.early) + 1)]
         last = self.num_layers - 1
         early = [self.exit_scale * layer * (layer - 1) / 2 for layer in self.early]
         return [*early, max(last + self.exit_scale * last * (last - 1) / 2, 1.0)]

@@ -105,6 +105,10 @@ class PairBatch(NamedTuple):
         """M + T, positions of a row."""
         return self.source_ids.shape[1] + self.input_ids.shape[1]
 
+    def num_trained_tokens(self) -> torch.Tensor:
+        """See `TokenBatch`."""
+        return self.targets.num_trained_tokens()
+
     def rows(self, start: int, stop: int) -> PairBatch:
         """Rows `start` up to `stop`: a micro-batch."""
         return PairBatch(*(tensor[start:stop] for tensor in self))
