@@ -104,7 +104,6 @@ def test_from_scratch_needs_no_weights(shape: dict[str, Any], tmp_path: Path) ->
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lora": ({"module": {"lora": LoraConfig()}}, "model.lora is made for decoder-only models"),
     "compiled layers": ({"module": {"compile_layers": True}}, "model.compile_layers is made for decoder-only models"),
-    "priming": ({"priming": True, "data": Numbers}, "ExitPrimingModule is made for decoder-only models"),
     "plain tokens": ({"data": Numbers}, r"takes batches of sources and targets \(PairBatch\), not TokenBatch"),
     "tensor ranks": ({"strategy": {"pipe": 1, "tensor": 2}, "devices": 2}, "tensor is 2, but the layers of a T5"),
     "bubbles": ({"strategy": {"pipe": 1, "fill_bubbles": True}}, "fill_bubbles is made for decoder-only models"),
@@ -116,6 +115,18 @@ def test_what_a_t5_does_not_know_is_refused(fault: str, tied: Path, tmp_path: Pa
     settings, words = REFUSED[fault]
     with pytest.raises(OfframpError, match=words):
         fit(str(tied), str(tmp_path / "x.ckpt"), **{"data": Pairs, **settings})
+
+
+@pytest.mark.parametrize("kind", ["priming", "classifiers"])
+def test_parts_of_exits_learn_on_cached_states(kind: str, tied: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {kind: True, "trainer": {"val_check_interval": 1.0}}
+    fit(str(tied), str(tmp_path / "run.ckpt"), data=Pairs, **settings)
+    exported = export_checkpoint(tmp_path / "run.ckpt", tmp_path / "out")
+    before, after = load_t5(tied).model.state_dict(), load_t5(exported).model.state_dict()
+    moved = {name for name in after if name not in before or not torch.equal(before[name], after[name])}
+    part = "adapter" if kind == "priming" else "classifier"
+    assert {name.split(".")[1] for name in moved if part in name} == {"1", "2"}
+    assert all(name.startswith("exits.") for name in moved), "the model stays as it is"
 
 
 def test_fp16_is_refused(tied: Path) -> None:

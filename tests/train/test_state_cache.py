@@ -18,7 +18,7 @@ from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.importing import NewExits, import_model
 from offramp.train import state_cache
-from offramp.train.data.batch import TokenBatch
+from offramp.train.data.batch import AnyBatch, TokenBatch
 from offramp.train.export import export_checkpoint
 from offramp.train.optim import OptimizerConfig
 from offramp.train.priming import ExitPrimingModule, PrimingDataModule
@@ -120,7 +120,7 @@ def make(root: Path, kill_at: int | None = None, rows: int = 7) -> Made:
     found = survey(batches, 300, 10_000)
     cache, asked = StateCache(root, {"tokens": found.digest}, found.counts, 10_000, 60), []
 
-    def states(batch: TokenBatch) -> CachedStates:
+    def states(batch: AnyBatch) -> CachedStates:
         number = next(i for i, other in enumerate(batches) if other is batch)
         if number == kill_at:
             raise Killed
