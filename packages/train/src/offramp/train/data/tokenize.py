@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Reason = Literal["blank", "prompt_too_long", "nothing_to_train"]
 REASONS: dict[Reason, str] = {
     "blank": "blank",
-    "prompt_too_long": "with a prompt longer than the sequence length",
+    "prompt_too_long": "with a prompt longer than there is room for",
     "nothing_to_train": "without a token to train on",
 }
 
