@@ -89,7 +89,12 @@ def ask(client: str, door: Door, folder: Path, options: argparse.Namespace) -> l
             shlex.split(options.vllm), door, options.directory, folder, requests=options.requests
         ),
         "schemathesis": lambda: schemathesis(
-            shlex.split(options.schemathesis), door, folder, cases=options.cases, seed=options.seed
+            shlex.split(options.schemathesis),
+            door,
+            folder,
+            vocabulary=json.loads((options.directory / "config.json").read_text())["vocab_size"],
+            cases=options.cases,
+            seed=options.seed,
         ),
     }
     return started[client]()

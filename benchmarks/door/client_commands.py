@@ -115,21 +115,33 @@ def vllm_bench(command: Sequence[str], door: Door, checkpoint: Path, folder: Pat
     return done
 
 
-def schemathesis(command: Sequence[str], door: Door, folder: Path, *, cases: int, seed: int) -> list[Ran]:
-    """Right and wrong requests until there were so many: all of its phases first, then more and more of its fuzzing."""
+def schemathesis(
+    command: Sequence[str], door: Door, folder: Path, *, vocabulary: int, cases: int, seed: int
+) -> list[Ran]:
+    """Right and wrong requests until there were so many: all of its phases first, then more and more of its fuzzing.
+
+    Every other run has hooks that bring requests nearer to what this model could answer.
+    """
     folder.mkdir(parents=True)
+    fitting = {
+        "SCHEMATHESIS_HOOKS": "benchmarks.door.fitting_requests",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
+        "OFFRAMP_FITTING_MODEL": door.model,
+        "OFFRAMP_FITTING_VOCABULARY": str(vocabulary),
+    }
     done: list[Ran] = []
     generated = 0
     while generated < cases:
         phases = ["examples", "coverage", "fuzzing", "stateful"] if not done else ["fuzzing"]
+        fits = len(done) % 2 == 1
         options = ["run", f"{_url(door)}/openapi.json", "-H", f"Authorization: Bearer {door.key}"]
         options += ["--phases", ",".join(phases), "--seed", str(seed + len(done)), "--max-examples", "1000"]
         # A document cannot say all that a model cannot do: a context that is too long is a 400.
         options += ["--exclude-checks", "positive_data_acceptance", "--continue-on-failure", "--no-color"]
         options += ["--request-timeout", "300", "--generation-database", "none", "--output-truncate", "false"]
         log = folder / f"{len(done)}.log"
-        ran = Ran(f"seed {seed + len(done)}: {', '.join(phases)}")
-        ran.faults += _run([*command, *options], log, door, {})
+        ran = Ran(f"seed {seed + len(done)}: {', '.join(phases)}{' near to what can be answered' if fits else ''}")
+        ran.faults += _run([*command, *options], log, door, fitting if fits else {})
         said = log.read_text()
         found = re.search(r"Test cases:\s+([\d,]+) generated", said)
         if found is None:

@@ -45,6 +45,7 @@ from offramp.serve.protocol.requests import (
     CompletionBody,
     GenerationBody,
     OfframpOptions,
+    model_of,
     parse_body,
 )
 from offramp.serve.protocol.sampling import field_at_fault, sampling_params
@@ -133,8 +134,7 @@ class OpenAIService:
         return Complete(200, encode(load))
 
     def _completion(self, reply_id: str, body: bytes) -> Generation:
-        parsed = parse_body(CompletionBody, decode_body(body))
-        self._check_model(parsed)
+        parsed = parse_body(CompletionBody, self._addressed(body))
         sequences = parsed.best_of or parsed.n
         self._check_count(len(parsed.prompt), sequences)
         prompts = encode_prompts(parsed, self._tokenizer, self.card.vocab_size, self._limit)
@@ -158,8 +158,7 @@ class OpenAIService:
         )
 
     def _chat(self, reply_id: str, body: bytes) -> Generation:
-        parsed = parse_body(ChatBody, decode_body(body))
-        self._check_model(parsed)
+        parsed = parse_body(ChatBody, self._addressed(body))
         self._check_count(1, parsed.n)
         ids = encode_chat(parsed, self._tokenizer, self._limit)
         asked = parsed.max_completion_tokens if parsed.max_tokens is None else parsed.max_tokens
@@ -263,9 +262,13 @@ class OpenAIService:
         except OfframpError as fault:
             raise bad_request(str(fault), param="offramp") from fault
 
-    def _check_model(self, body: GenerationBody) -> None:
-        if body.model not in (self.card.name, self.card.name_and_version):
-            raise unknown_model(body.model, self.card.name)
+    def _addressed(self, body: bytes) -> object:
+        """A body, decoded, that asks this model. Who is asked is looked at before what, as a gateway does it."""
+        decoded = decode_body(body)
+        model = model_of(decoded)
+        if model not in (self.card.name, self.card.name_and_version):
+            raise unknown_model(model, self.card.name)
+        return decoded
 
     def _check_count(self, num_prompts: int, sequences: int) -> None:
         """Before anything is tokenized, which takes much longer than to send it."""
