@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import shlex
+import shutil
 import sys
 import time
 from collections import Counter
@@ -83,13 +84,11 @@ def ask(client: str, door: Door, folder: Path, options: argparse.Namespace) -> l
         return [Ran(", ".join(tried), faults)]
     started: dict[str, Callable[[], list[Ran]]] = {
         "lm-eval": lambda: lm_eval(
-            shlex.split(options.lm_eval), door, options.directory, folder, documents=options.documents
+            _command(options.lm_eval), door, options.directory, folder, documents=options.documents
         ),
-        "vllm": lambda: vllm_bench(
-            shlex.split(options.vllm), door, options.directory, folder, requests=options.requests
-        ),
+        "vllm": lambda: vllm_bench(_command(options.vllm), door, options.directory, folder, requests=options.requests),
         "schemathesis": lambda: schemathesis(
-            shlex.split(options.schemathesis),
+            _command(options.schemathesis),
             door,
             folder,
             vocabulary=json.loads((options.directory / "config.json").read_text())["vocab_size"],
@@ -98,6 +97,15 @@ def ask(client: str, door: Door, folder: Path, options: argparse.Namespace) -> l
         ),
     }
     return started[client]()
+
+
+def _command(given: str) -> list[str]:
+    """The parts of a command that can be called from any folder."""
+    first, *more = shlex.split(given)
+    found = shutil.which(first)
+    if found is None:
+        raise SystemExit(f"{first} is no command")
+    return [str(Path(found).absolute()), *more]
 
 
 def visit(client: str, backend: str, door: Door, folder: Path, options: argparse.Namespace) -> Row:

@@ -77,11 +77,11 @@ def lm_eval(command: Sequence[str], door: Door, checkpoint: Path, folder: Path, 
             f"max_length={MAX_LENGTH}",
         ]
         options = ["run", "--model", model, "--model_args", ",".join([*given, *more]), "--tasks", ",".join(tasks)]
-        options += ["--include_path", str(folder), "--output_path", str(folder / f"{model}.json")]
+        options += ["--include_path", str(folder.resolve()), "--output_path", f"{model}.json"]
         if path != "completions":
             options.append("--apply_chat_template")
         # The tasks are files of this machine, and nothing is to be asked of a hub.
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder.resolve() / "hub")}
         ran = Ran(f"{model}: {', '.join(tasks)}, {documents} documents each")
         ran.faults += _run([*command, *options], folder / f"{model}.log", door, offline)
         for said in folder.glob(f"{model}*.json"):
@@ -102,7 +102,7 @@ def vllm_bench(command: Sequence[str], door: Door, checkpoint: Path, folder: Pat
         options += ["--model", door.model, "--tokenizer", str(checkpoint.resolve()), "--dataset-name", "random"]
         options += ["--random-input-len", "64", "--random-output-len", "32", "--num-prompts", str(requests)]
         options += ["--max-concurrency", "16", "--ignore-eos", "--seed", "0", "--disable-tqdm"]
-        options += ["--save-result", "--result-dir", str(folder), "--result-filename", f"{backend}.json"]
+        options += ["--save-result", "--result-dir", ".", "--result-filename", f"{backend}.json"]
         ran = Ran(f"bench serve --backend {backend}")
         ran.faults += _run([*command, *options], folder / f"{backend}.log", door, {"HF_HUB_OFFLINE": "1"})
         if (folder / f"{backend}.json").exists():
@@ -118,9 +118,9 @@ def vllm_bench(command: Sequence[str], door: Door, checkpoint: Path, folder: Pat
 def schemathesis(
     command: Sequence[str], door: Door, folder: Path, *, vocabulary: int, cases: int, seed: int
 ) -> list[Ran]:
-    """Right and wrong requests until there were so many: all of its phases first, then more and more of its fuzzing.
+    """Right and wrong requests until there were so many: its other phases first, then more and more of its fuzzing.
 
-    Every other run has hooks that bring requests nearer to what this model could answer.
+    Every other time hooks bring requests nearer to what this model could answer.
     """
     folder.mkdir(parents=True)
     fitting = {
@@ -132,10 +132,10 @@ def schemathesis(
     done: list[Ran] = []
     generated = 0
     while generated < cases:
-        phases = ["examples", "coverage", "fuzzing", "stateful"] if not done else ["fuzzing"]
+        phases, examples = (["fuzzing"], 700) if done else (["examples", "coverage", "stateful"], 100)
         fits = len(done) % 2 == 1
         options = ["run", f"{_url(door)}/openapi.json", "-H", f"Authorization: Bearer {door.key}"]
-        options += ["--phases", ",".join(phases), "--seed", str(seed + len(done)), "--max-examples", "1000"]
+        options += ["--phases", ",".join(phases), "--seed", str(seed + len(done)), "--max-examples", str(examples)]
         # A document cannot say all that a model cannot do: a context that is too long is a 400.
         options += ["--exclude-checks", "positive_data_acceptance", "--continue-on-failure", "--no-color"]
         options += ["--request-timeout", "300", "--generation-database", "none", "--output-truncate", "false"]
@@ -161,7 +161,13 @@ def _run(command: Sequence[str], log: Path, door: Door, more: Mapping[str, str])
     with log.open("wb") as output:
         try:
             code = subprocess.run(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=CLIENT_LIMIT_S, check=False
+                command,
+                cwd=log.parent,  # some leave files of their own there
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=CLIENT_LIMIT_S,
+                check=False,
             ).returncode
         except subprocess.TimeoutExpired:
             return [f"it did not end within {CLIENT_LIMIT_S:.0f} s"]

@@ -35,7 +35,7 @@ def command(folder: Path, *, says: str, code: int) -> list[str]:
 def test_schemathesis_goes_on_until_there_were_enough_cases(door: Door, tmp_path: Path) -> None:
     done = schemathesis(command(tmp_path, says=FINE, code=0), door, tmp_path / "a", vocabulary=9, cases=2000, seed=5)
     assert [ran.what for ran in done] == [
-        "seed 5: examples, coverage, fuzzing, stateful; 1200 cases",
+        "seed 5: examples, coverage, stateful; 1200 cases",
         "seed 6: fuzzing near to what can be answered; 1200 cases",
     ]
     assert [ran.faults for ran in done] == [[], []]
