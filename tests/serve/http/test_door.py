@@ -120,6 +120,15 @@ def test_all_keys_together_are_good_for_so_much() -> None:
         eventually(lambda: opened.complete(max_tokens=1)[0] == 200)
 
 
+def test_small_pieces_are_not_held_back() -> None:
+    with open_door(ScriptedBackend(), Engine()) as opened, socket.create_connection(("127.0.0.1", opened.port)):
+        connections = opened.server.server_state.connections
+        eventually(lambda: len(connections) == 1)
+        [connection] = connections
+        theirs = connection.transport.get_extra_info("socket")
+        assert theirs.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_connections_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     with open_door(ScriptedBackend(), Engine(), max_connections=3) as opened, contextlib.ExitStack() as stack:
         held = [stack.enter_context(opened.connect(b"GET")) for _ in range(3)]
