@@ -188,7 +188,7 @@ def _engine_config(source: random.Random) -> EngineConfig:
 
 
 def _request(engine: Engine, source: random.Random, request_id: str) -> Request:
-    vocab_size = engine.checkpoint.config.vocab_size
+    vocab_size = engine.checkpoint.model.config.vocab_size
     long = source.random() < 0.1
     length = source.randrange(80, 160) if long else source.randrange(1, 40)
     # Some prompts begin alike, so that they share blocks.
@@ -221,7 +221,7 @@ def _exits(engine: Engine, source: random.Random) -> ExitOptions:
         return ExitOptions("full")
     if policy == "static":
         return ExitOptions("static", static_layer=source.choice(layers))
-    shortlist = source.choice((None, tuple(range(0, engine.checkpoint.config.vocab_size, 3))))
+    shortlist = source.choice((None, tuple(range(0, engine.checkpoint.model.config.vocab_size, 3))))
     rule = ExitPolicy(
         measure=source.choice(("margin", "margin", "max_probability", "entropy", "cosine")),
         thresholds={layer: source.choice((-1.0, 0.2, 0.5, 0.9)) for layer in layers},

@@ -109,7 +109,7 @@ def engine_alone(checkpoint: Path, config: EngineConfig, pipe: Pipe) -> None:
     """A process with an engine and nothing else: runs lists of works as they come through the pipe, until a None."""
     model = ServedModel.load(checkpoint, config, name="alone", version="1.0")
     thread, _ = model.start(lambda outputs: None)
-    pipe.send(model.engine.checkpoint.config.vocab_size)
+    pipe.send(model.engine.checkpoint.model.config.vocab_size)
     while (given := pipe.recv()) is not None:
         pipe.send(_run_alone(thread, *given))
     thread.close()

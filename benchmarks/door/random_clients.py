@@ -126,7 +126,7 @@ def ask_beforehand(
     questions: list[Question] = []
     try:
         for number in range(count):
-            path, body = _question(source, served.engine.checkpoint.config.vocab_size, long=number % 10 == 0)
+            path, body = _question(source, served.engine.checkpoint.model.config.vocab_size, long=number % 10 == 0)
             body["model"] = model
             reply = service.open(path, json.dumps(body).encode(), f"{number}")
             assert isinstance(reply, Generation), reply

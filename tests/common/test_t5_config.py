@@ -152,9 +152,9 @@ def test_layers_above_a_depth_are_not_read(tmp_path: Path) -> None:
 
 
 def test_what_has_only_decoder_only_models_refuses_in_one_sentence(tmp_path: Path) -> None:
-    """A plan reads the configuration first, serving loads the directory: both say the same."""
+    """A plan reads the configuration first, benchmarks load the directory: both say the same."""
     hugging_face_t5(tmp_path / "hf")
-    sentence = "model_type 't5' is an encoder-decoder model, which `offramp import`, `fit`"
+    sentence = "model_type 't5' is an encoder-decoder model, which is imported, trained, exported and served so far"
     with pytest.raises(OfframpError, match=sentence):
         load_checkpoint(tmp_path / "hf")
     with pytest.raises(OfframpError, match=sentence):

@@ -69,7 +69,7 @@ def test_tokens_outside_the_shortlist_say_nothing_about_thresholds(tmp_path: Pat
 
     everything = right(ExitPolicy("margin"))
     assert {layer: len(rows) for layer, rows in everything.items()} == {1: 57, 3: 57}
-    vocabulary = tuple(range(engine.checkpoint.config.vocab_size))
+    vocabulary = tuple(range(engine.checkpoint.model.config.vocab_size))
     assert right(ExitPolicy("margin", shortlist=vocabulary)) == everything
     halved = right(ExitPolicy("margin", shortlist=vocabulary[::2]))
     other = right(ExitPolicy("margin", shortlist=vocabulary[1::2]))

@@ -14,14 +14,17 @@ from typing import Any
 
 import httpx2 as httpx
 import mlflow
+import openai
 import pytest
 import torch
+from transformers import T5ForConditionalGeneration
 
 from helpers.door import open_door
 from helpers.openai_service import Engine
 from helpers.processes import start_command
 from helpers.sinks import eventually
-from helpers.tiny import tiny_checkpoint
+from helpers.tiny import tiny_checkpoint, tiny_tokenizer
+from helpers.tiny_t5 import SHAPES, t5_directory
 from offramp.common.checkpoint import load_checkpoint, save_checkpoint
 from offramp.common.cli import main
 from offramp.common.exits.config import ExitConfig
@@ -249,3 +252,33 @@ def test_a_key_that_has_grown_too_old_is_renewed(server: TorchServe, client: Tor
     [version] = client.versions(NAME)
     client.generate(NAME, version.version, 60)
     assert "too-old" not in server.key_file.read_text()
+
+
+def test_an_encoder_decoder_model_beside_a_decoder_only_one(
+    server: TorchServe, client: TorchServeClient, tmp_path: Path
+) -> None:
+    source = t5_directory(tmp_path / "t5", **SHAPES["v1.1"])
+    command = deploy_command(server, source, tmp_path / "cache", "--version", "1.0", "--max-model-len", "64")
+    command[command.index("--name") + 1] = "t5"
+    assert main(command) == 0
+    assert server.key_file is not None
+    headers = KeyFile(server.key_file).header("inference")
+
+    def asking(path: str) -> openai.OpenAI:
+        base_url = f"{server.inference_url}/predictions/{path}/v1"
+        key = headers["authorization"].removeprefix("Bearer ")
+        return openai.OpenAI(base_url=base_url, api_key=key, max_retries=0, timeout=120)
+
+    tokenizer = tiny_tokenizer(chat_template=False)
+    theirs: Any = T5ForConditionalGeneration.from_pretrained(source)
+    text = "so that greedy text wanders"
+    said = theirs.generate(tokenizer(text, return_tensors="pt")["input_ids"], max_new_tokens=12, do_sample=False)
+    t5 = asking("t5/1.0")
+    answer = t5.completions.create(model="t5", prompt=text, max_tokens=12, temperature=0)
+    assert answer.choices[0].text == tokenizer.decode(said[0, 1:], skip_special_tokens=True)
+    with pytest.raises(openai.BadRequestError, match="reads at most 64 tokens"):
+        t5.completions.create(model="t5", prompt=[5] * 65)
+    [beside] = client.versions(NAME)
+    other = asking(f"{NAME}/{beside.version}").completions.create(model=NAME, prompt=text, max_tokens=4)
+    assert other.usage is not None
+    assert other.usage.completion_tokens == 4

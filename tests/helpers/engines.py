@@ -8,29 +8,33 @@ from typing import Any
 
 import torch
 
-from offramp.common.checkpoint import Checkpoint
+from offramp.common.checkpoint import AnyCheckpoint, CheckpointOf
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
+from offramp.common.families import AnyModel
 from offramp.common.generation import generate
-from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve.config import EngineConfig
 from offramp.serve.engine import Engine
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.output import RequestOutput
-from offramp.serve.request.request import Request
+from offramp.serve.request.request import Request, prompt_and_source
 from offramp.serve.request.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 128
 
 
-def make_engine(model: MultiExitTransformer, policy: ExitPolicy | None = None, **config: Any) -> Engine:
+def make_engine(model: AnyModel, policy: ExitPolicy | None = None, **config: Any) -> Engine:
     settings = {"block_size": 4, "num_blocks": 256, "max_model_len": MAX_MODEL_LEN, **config}
-    return Engine(Checkpoint(model, {}, policy), EngineConfig(**settings), poison_cache=True)
+    checkpoint: AnyCheckpoint = CheckpointOf(model, {}, policy)
+    return Engine(checkpoint, EngineConfig(**settings), poison_cache=True)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt, how many tokens to generate greedily, and the exits to take; no policy runs every layer."""
+    """A prompt, how many tokens to generate greedily, and the exits to take; no policy runs every layer.
+
+    The prompt of an encoder-decoder model is its source.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -45,7 +49,7 @@ class Job:
             return ExitOptions("full")
         return ExitOptions(self.kv_policy, self.policy, self.max_pending, self.static_layer)
 
-    def naive(self, model: MultiExitTransformer) -> tuple[list[int], list[int]]:
+    def naive(self, model: AnyModel) -> tuple[list[int], list[int]]:
         """What it comes to without cache or batch: tokens and exit layers."""
         result = generate(
             model,
@@ -59,14 +63,16 @@ class Job:
         )
         return result.token_ids, result.exit_layers
 
-    def request(self, request_id: str) -> Request:
-        exits = self.exits
-        return Request(request_id, self.prompt, SamplingParams(max_tokens=self.max_tokens, temperature=0), exits)
+    def request(self, request_id: str, decoder_start: int | None = None) -> Request:
+        """For an engine whose decoder starts with a token of its own, or does not."""
+        prompt, source = prompt_and_source(self.prompt, decoder_start)
+        sampling = SamplingParams(max_tokens=self.max_tokens, temperature=0)
+        return Request(request_id, prompt, sampling, self.exits, source_token_ids=source)
 
 
 def layer_runs(engine: Engine) -> tuple[list[int], list[int]]:
     """For each backbone layer, how often it was called, and on how many rows in all."""
-    calls = [0] * engine.checkpoint.config.num_layers
+    calls = [0] * engine.checkpoint.model.config.num_layers
     rows = list(calls)
     for record in engine.metrics.records:
         for run in record.segments:
@@ -96,7 +102,7 @@ def drain(engine: Engine) -> list[RequestOutput]:
 
 def run_jobs(engine: Engine, jobs: Sequence[Job], every: int = 1) -> list[tuple[list[int], list[int]]]:
     """Tokens and exit layers of each job; a new job arrives every `every` iterations, so that they come and go."""
-    requests = [job.request(str(index)) for index, job in enumerate(jobs)]
+    requests = [job.request(str(index), engine.decoder_start_token_id) for index, job in enumerate(jobs)]
     for request in requests:
         engine.add_request(request)
         for _ in range(every):

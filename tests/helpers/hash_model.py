@@ -6,6 +6,8 @@ the cache changes every state after it. `solo` says what a request's answer is, 
 
 A state at layer l is a hash of the state before and of the keys of all positions up to its own at l; keys at l are a
 hash of the state before l. A row leaves at an early exit if the state there says so.
+
+A request may have a source. What it says is in slots of its own, at every layer, and each row begins with all of it.
 """
 
 from __future__ import annotations
@@ -23,8 +25,22 @@ VOCABULARY = 4
 LayerKeys = list[dict[int, int]]  # for each layer (0 is unused): cache slot -> key
 
 
-def embed(token: int, position: int) -> int:
-    return hash((token, position, 11))
+def embed(token: int, position: int, source: int) -> int:
+    return hash((token, position, source, 11))
+
+
+def encode(token: int, position: int, layer: int) -> int:
+    """What a token of a source leaves in a layer."""
+    return hash((token, position, layer, 23))
+
+
+def read_source(tokens: Sequence[int]) -> int:
+    """What a source says as a whole."""
+    return _joined([encode(token, at, layer) for at, token in enumerate(tokens) for layer in range(1, NUM_LAYERS + 1)])
+
+
+def _joined(keys: Sequence[int]) -> int:
+    return hash(tuple(keys)) if keys else 0
 
 
 def run_layers(keys: LayerKeys, slots: Sequence[int], state: int, start: int, stop: int) -> int:
@@ -49,22 +65,22 @@ def say(state: int, layer: int, exit_layer: int | None = None) -> SampledToken:
     return SampledToken(hash((state, 19)) % VOCABULARY, exit_layer or layer, confidence=float(state))
 
 
-def exact_keys(tokens: Sequence[int]) -> LayerKeys:
+def exact_keys(tokens: Sequence[int], source: Sequence[int] = ()) -> LayerKeys:
     """Keys of a full pass; slots are positions."""
     keys: LayerKeys = [{} for _ in range(NUM_LAYERS + 1)]
     for position, token in enumerate(tokens):
-        run_layers(keys, range(position + 1), embed(token, position), 0, NUM_LAYERS)
+        run_layers(keys, range(position + 1), embed(token, position, read_source(source)), 0, NUM_LAYERS)
     return keys
 
 
 def solo(request: Request) -> list[SampledToken]:
     """The answer to a request (exit layers of `verify` left out: None says nothing of drafts)."""
     policy, tokens, answer = request.exits.kv_policy, list(request.prompt_token_ids), list[SampledToken]()
-    keys = exact_keys(tokens[:-1])
+    keys, source = exact_keys(tokens[:-1], request.source_token_ids), read_source(request.source_token_ids)
     num_pending = 0
     while len(answer) < request.sampling.max_tokens:
         position = len(tokens) - 1
-        slots, state, depth = range(position + 1), embed(tokens[-1], position), 0
+        slots, state, depth = range(position + 1), embed(tokens[-1], position, source), 0
         said: SampledToken | None = None
         may_leave = bool(answer) and policy in ("fill", "recompute")
         if policy == "recompute" and num_pending >= request.exits.max_pending:
@@ -124,10 +140,22 @@ class HashRunner:
         for request_id in output.preempted:
             self.forget(request_id)
         self.copy(output.copies)
+        for item in output.scheduled:
+            if item.encodes:
+                for at, (token, slot) in enumerate(zip(item.request.source_token_ids, self._source(item), strict=True)):
+                    for layer in range(1, NUM_LAYERS + 1):
+                        self.keys[layer][slot] = encode(token, at, layer)
         return {
             item.request.request_id: self._prefill(item) if item.phase is Phase.PREFILL else self._decode(item)
             for item in output.scheduled
         }
+
+    def _source(self, item: ScheduledRequest) -> list[int]:
+        return self.slots(item.source_table, item.request.num_source_tokens)
+
+    def _embed(self, item: ScheduledRequest, token: int, position: int) -> int:
+        keys = [self.keys[layer][slot] for slot in self._source(item) for layer in range(1, NUM_LAYERS + 1)]
+        return embed(token, position, _joined(keys))
 
     def _prefill(self, item: ScheduledRequest) -> IterationResult:
         request, policy = item.request, item.request.exits.kv_policy
@@ -136,7 +164,7 @@ class HashRunner:
         state, logprobs = 0, []
         for row, token in enumerate(item.token_ids):
             position = item.start + row
-            state = run_layers(self.keys, slots[: position + 1], embed(token, position), 0, layers[row])
+            state = run_layers(self.keys, slots[: position + 1], self._embed(item, token, position), 0, layers[row])
             if policy == "fill":
                 fill(self.keys, slots[position], state, layers[row])
             if request.sampling.prompt_logprobs is not None and position + 1 < request.num_prompt_tokens:
@@ -149,7 +177,7 @@ class HashRunner:
         slots = self.slots(item.block_table, position + 1)
         static = request.exits.static_layer
         kept = self._kept.setdefault(request.request_id, [])
-        rows = [_Kept(position, 0, embed(item.token_ids[0], position))]
+        rows = [_Kept(position, 0, self._embed(item, item.token_ids[0], position))]
         may_leave = policy in ("fill", "recompute", "verify") and not request.runs_full_depth
         depth = 0
         for layer in [static] if static else [*EXITS, NUM_LAYERS]:

@@ -24,6 +24,7 @@ def make_request(
     exits: ExitOptions | None = None,
     priority: int = 0,
     client: str = "",
+    source: tuple[int, ...] = (),
     **sampling: Any,
 ) -> Request:
     """A request; `prompt` is its token ids or their number."""
@@ -36,6 +37,7 @@ def make_request(
         eos_token_ids=frozenset(eos),
         priority=priority,
         client=client,
+        source_token_ids=source,
     )
 
 

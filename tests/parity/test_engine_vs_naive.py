@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.algorithm_1 import algorithm_1
 from helpers.engines import MAX_MODEL_LEN, Job, make_engine, random_jobs, run_jobs
 from helpers.tiny import tiny_model
-from offramp.common.exits.confidence import confidence
 from offramp.common.exits.config import ExitConfig, HeadKind
 from offramp.common.exits.policy import ExitPolicy
-from offramp.common.model.attention import Layout
 from offramp.common.model.transformer import MultiExitTransformer
 
 LLAMA: dict[str, Any] = {}
@@ -82,51 +81,6 @@ def test_the_final_norm_as_head() -> None:
 @pytest.mark.parametrize("variant", ["mistral-window", "qwen3", "llama-biased"])
 def test_a_block_as_head_has_a_cache_of_its_own(variant: str) -> None:
     check(tiny_model(ExitConfig((1, 2, 3), "block", classifier=True), **VARIANTS[variant]), seed=4)
-
-
-def algorithm_1(model: MultiExitTransformer, jobs: list[Job]) -> list[tuple[list[int], list[int]]]:
-    """Batch-synchronised early exit, restated slowly: the whole model over every text for every token.
-
-    Prompts run at full depth together, and then one token of each sequence per pass. Sequences without a policy are no
-    part of the status, and run on.
-    """
-    num_layers = model.config.num_layers
-    texts = [list(job.prompt) for job in jobs]
-    depths = [[num_layers] * len(job.prompt) for job in jobs]
-    said: list[tuple[list[int], list[int]]] = [([], []) for _ in jobs]
-    for step in range(jobs[0].max_tokens):
-        states = []
-        for text, depth in zip(texts, depths, strict=True):
-            layout = Layout.build(model.config, torch.tensor([text]), None, torch.tensor([depth]), MAX_MODEL_LEN)
-            h = model.embed(torch.tensor([text]))
-            by_layer = [h]
-            for layer in range(num_layers):
-                h = model.run_layers(h, layer, layer + 1, layout)
-                by_layer.append(h)
-            states.append((by_layer, layout))
-        status = [job.policy is None for job in jobs]
-        output_layer = num_layers
-        for layer in range(1, num_layers):
-            for index, job in enumerate(jobs):
-                if job.policy is None or layer not in job.policy.thresholds:
-                    continue
-                by_layer, layout = states[index]
-                logits = model.exit_logits(by_layer[layer], layer, layout)[0, -1:]
-                sure = confidence(job.policy.measure, logits, by_layer[layer][0, -1:], by_layer[layer - 1][0, -1:])
-                status[index] |= float(sure) > job.policy.threshold(layer, step, job.max_tokens)
-            if all(status) and step > 0:
-                output_layer = layer
-                break
-        for index, job in enumerate(jobs):
-            layer = num_layers if job.policy is None else output_layer
-            by_layer, layout = states[index]
-            token = int(model.exit_logits(by_layer[layer], layer, layout)[0, -1].argmax())
-            depths[index][-1] = layer
-            texts[index].append(token)
-            depths[index].append(num_layers)
-            said[index][0].append(token)
-            said[index][1].append(layer)
-    return said
 
 
 @pytest.mark.parametrize("head", ["norm", "block"])

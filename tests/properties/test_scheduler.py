@@ -32,6 +32,7 @@ class Wish(NamedTuple):
     priority: int
     client: str
     prompt_logprobs: int | None
+    source: tuple[int, ...]
 
 
 WISHES = st.builds(
@@ -45,6 +46,7 @@ WISHES = st.builds(
     priority=st.sampled_from([0, 0, 1]),
     client=st.sampled_from("ab"),
     prompt_logprobs=st.sampled_from([None, None, None, 0]),
+    source=st.one_of(st.just(()), st.lists(st.integers(1, 9), max_size=6).map(tuple)),
 )
 
 
@@ -86,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         self.budget = max_num_seqs + extra_budget
         self.block_size, self.max_num_seqs, self.max_waiting = block_size, max_num_seqs, max_waiting
-        self.max_tokens = min(max_model_len, num_blocks * block_size)
+        self.max_model_len, self.cache_tokens = max_model_len, num_blocks * block_size
         self.grouped = group_by_depth
         self.scheduler, self.pool = make_scheduler(
             num_blocks,
@@ -121,8 +123,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_tokens=min(wish.min_tokens, max_tokens),
             stop_token_ids=(STOP,),
             prompt_logprobs=wish.prompt_logprobs,
+            source=wish.source,
         )
-        fits = request.max_total_tokens <= self.max_tokens
+        fits = request.max_total_tokens <= self.max_model_len
+        fits &= self.in_blocks(len(wish.source)) + request.max_total_tokens <= self.cache_tokens
+        fits &= len(wish.source) <= min(self.max_model_len, self.budget)
         if wish.policy in ("recompute", "verify"):
             fits &= min(wish.max_pending, max_tokens) + 2 <= self.budget
         waiting = [one for one in self.requests if one.status is RequestStatus.WAITING and not one.num_preemptions]
@@ -136,6 +141,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert fits
             self.requests.append(request)
+
+    def in_blocks(self, num_tokens: int) -> int:
+        """Tokens that their blocks have room for."""
+        return -(-num_tokens // self.block_size) * self.block_size
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -179,6 +188,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduled = [item.request for item in output.scheduled]
         assert bool(scheduled) == self.scheduler.has_unfinished, "no progress"
         assert sum(rows_of(item) for item in output.scheduled) <= self.budget
+        sources = [item.request.num_source_tokens for item in output.scheduled if item.encodes]
+        # One source may be more than what is left, and then nothing else but its first row is begun.
+        if len(sources) > 1:
+            assert sum(rows_of(item) for item in output.scheduled) + sum(sources) <= self.budget
         assert len(set(scheduled)) == len(scheduled) <= self.max_num_seqs
         assert [item.phase for item in output.scheduled] == sorted(
             (item.phase for item in output.scheduled), key=lambda phase: phase is Phase.PREFILL
@@ -209,6 +222,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(item.block_table) * self.block_size >= stop
         for block in item.block_table[item.start // self.block_size : -(-stop // self.block_size)]:
             assert self.pool.is_private(block), "another request sees what this one writes"
+        assert len(item.source_table) * self.block_size == self.in_blocks(request.num_source_tokens)
+        assert not set(item.source_table) & set(item.block_table)
+        assert all(self.pool.is_private(block) for block in item.source_table)
+        assert not item.encodes or (item.source_table and item.start == 0)
         if item.exit_layers is not None:
             assert len(item.exit_layers) == item.num_tokens
             assert item.phase is Phase.PREFILL
@@ -252,7 +269,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Keys said to be exact (its own and others' that it took over) are those of a full pass."""
         request = item.request
         tokens = request.tokens(0, min(request.num_exact_tokens, item.start))
-        exact = exact_keys(tokens)
+        exact = exact_keys(tokens, request.source_token_ids)
         for position, slot in enumerate(self.runner.slots(item.block_table, len(tokens))):
             assert [layer[slot] for layer in self.runner.keys[1:]] == [layer[position] for layer in exact[1:]]
 
@@ -282,7 +299,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(running) == self.scheduler.num_running <= self.max_num_seqs
         assert len(waiting) == self.scheduler.num_waiting
         assert self.pool.num_live + self.pool.num_cached + self.pool.num_free == self.pool.num_blocks
-        assert self.pool.num_live <= sum(-(-request.max_total_tokens // self.block_size) + 1 for request in running)
+        most = [self.in_blocks(one.max_total_tokens) + self.in_blocks(one.num_source_tokens) for one in running]
+        assert self.pool.num_live <= sum(tokens // self.block_size + 1 for tokens in most)
         assert running or not self.pool.num_live
         assert self.scheduler.num_preemptions == sum(request.num_preemptions for request in self.requests)
 

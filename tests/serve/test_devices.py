@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from helpers.elsewhere import elsewhere, there_is_elsewhere
 from helpers.engines import Job, drain, make_engine, random_jobs, run_jobs
 from helpers.recorder import Recorder
 from helpers.tiny import tiny_model
+from helpers.tiny_t5 import SHAPES, hugging_face_t5, load_t5
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import ExitPolicy
+from offramp.common.importing import NewExits, import_model
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve import engine as engine_module
 from offramp.serve.config import EngineConfig
@@ -81,6 +84,19 @@ def test_tokens_and_exits_are_those_of_naive_generation(recorder: Recorder, name
     assert found == wanted
     assert len({layer for _, layers in found for layer in layers}) > 2, "nobody left early, so little was tested"
     assert (recorder.replays > 0) == graphs
+
+
+def test_an_encoder_decoder_model_says_there_what_it_says_naively(recorder: Recorder, tmp_path: Path) -> None:
+    hugging_face_t5(tmp_path / "hf", **SHAPES["v1.1"])
+    import_model(str(tmp_path / "hf"), tmp_path / "out", exits=NewExits(ExitConfig((1, 2, 3), "final")))
+    model = load_t5(tmp_path / "out").model
+    jobs = [job for job in _jobs(1) if job.policy is None or job.policy.measure != "classifier"]
+    wanted = [job.naive(model) for job in jobs]
+    with there_is_elsewhere():
+        engine = make_engine(model)
+        assert engine.device == elsewhere()
+        assert run_jobs(engine, jobs) == wanted
+    assert recorder.replays == 0
 
 
 @contextmanager

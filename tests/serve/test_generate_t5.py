@@ -1,8 +1,9 @@
-"""`offramp generate` on an encoder-decoder directory, and the commands that refuse one."""
+"""`offramp generate` and `offramp archive` on an encoder-decoder directory, and the command that refuses one."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from offramp.common.exits.config import ExitConfig
 from offramp.common.importing import NewExits, import_model
 from offramp.serve.bench.plan import Choices
 from offramp.serve.bench.run import Bench, Settings
-from offramp.serve.engine import Engine
 from offramp.serve.torchserve.archive import archive
 
 
@@ -62,30 +62,27 @@ def test_exits_follow_the_options(directory: Path, capsys: pytest.CaptureFixture
     assert layers("--kv-policy", "full") == [4] * 10
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--temperature", "1"], ["--max-num-seqs", "2"], ["--regex", "a"], ["--n", "2"], ["--probe"], ["--top-k", "3"]],
-)
-def test_what_only_the_engine_can_is_refused(
-    directory: Path, capsys: pytest.CaptureFixture[str], options: list[str]
-) -> None:
-    assert cli.main(["generate", str(directory), "--prompt", "hello", *options]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"offramp: error: {options[0]} is an option of the engine, which has no encoder-decoder")
-    assert len(error.splitlines()) == 1
+def test_the_options_of_the_engine_are_taken(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ask(capsys, directory, "--prompt", "hello", "--n", "2", "--temperature", "1", "--seed", "1", "--ignore-eos")
+    assert rows[0]["token_ids"] != rows[1]["token_ids"]
+    [row] = ask(capsys, directory, "--prompt", "hello", "--regex", "[ab]{3}")
+    assert re.fullmatch("[ab]{3}", row["text"])
 
 
-def test_messages_are_refused(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", str(directory), "--prompt", "hello", "--probe"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("offramp: error: a probe reads a text with every exit of a decoder-only model")
+
+
+def test_messages_need_a_chat_template(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}')
     assert cli.main(["generate", str(directory), "--prompts", str(tmp_path / "chat.jsonl")]) == 1
-    assert "chat.jsonl, line 1: an encoder-decoder model reads a text, not messages" in capsys.readouterr().err
+    assert "chat.jsonl, line 1: This model's tokenizer has no chat template" in capsys.readouterr().err
 
 
-def test_the_engine_the_archive_and_the_bench_refuse(directory: Path, tmp_path: Path) -> None:
-    refusal = "model_type 't5' is an encoder-decoder model"
-    with pytest.raises(OfframpError, match=refusal):
-        Engine.from_checkpoint(directory)
-    with pytest.raises(OfframpError, match=refusal):
-        archive(directory, tmp_path / "m", name="m")
-    with pytest.raises(OfframpError, match=refusal):
+def test_it_is_archived_and_the_bench_refuses_it(directory: Path, tmp_path: Path) -> None:
+    folder = archive(directory, tmp_path / "m", name="m")
+    assert (folder / "checkpoint" / "exits.json").is_file()
+    with pytest.raises(OfframpError, match="model_type 't5' is an encoder-decoder model"):
         Bench(directory, "quick", Choices(), Settings())

@@ -139,7 +139,7 @@ def test_a_plan_is_refused(tied: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "t5.yaml"
     data = "{tokenizer: x, train: {path: x}, batch_size: 4, sequence_length: 9}"
     recipe.write_text(f"model: {{checkpoint: {tied}}}\ndata: {data}\ntrainer: {{max_steps: 1}}\n")
-    with pytest.raises(OfframpError, match="'t5' is an encoder-decoder model, which `offramp import`, `fit`"):
+    with pytest.raises(OfframpError, match="'t5' is an encoder-decoder model, which is imported, trained"):
         plan_recipe([recipe])
 
 

@@ -166,6 +166,22 @@ def test_an_echo_without_a_new_token_and_without_logprobs(service: OpenAIService
     assert full["usage"]["prompt_tokens"] == 80, "a prompt that leaves no room for a new token needs none"
 
 
+def test_a_prompt_may_be_cut_from_its_beginning(service: OpenAIService, engine: Engine) -> None:
+    ids = list(range(5, 125))
+    for wanted, kept in ((3, ids[-3:]), (120, None), (-1, ids[-64:])):
+        reply = service.open(COMPLETIONS, body(prompt=ids, truncate_prompt_tokens=wanted), "1")
+        if kept is None:
+            assert refusal(reply, 400)["code"] == "context_length_exceeded"
+            continue
+        collect(reply)
+        assert engine.requests[-1].prompt_token_ids == tuple(kept)
+    words = "the cat sat on the mat"
+    cut = tiny_tokenizer()(words)["input_ids"][-4:]
+    got = answer(service.open(COMPLETIONS, body(prompt=words, truncate_prompt_tokens=4, echo=True, max_tokens=1), "2"))
+    assert got["choices"][0]["text"] == f"{tiny_tokenizer().decode(cut)} 0"
+    assert got["usage"]["prompt_tokens"] == 4
+
+
 def test_who_gives_an_answer_up_gives_up_all_of_its_choices_at_once(service: OpenAIService, engine: Engine) -> None:
     reply = service.open(COMPLETIONS, body(prompt=[4], n=4, max_tokens=70), "1")
     assert isinstance(reply, Generation)

@@ -116,7 +116,7 @@ def test_a_prompt_far_too_long_is_refused_after_its_beginning(
     text = "x" * 100_000
     error = refusal(service.open(path, body(prompt=text) if path == COMPLETIONS else chat_body(text), "1"), 400)
     assert (error["code"], given) == ("context_length_exceeded", [640])
-    assert "80 tokens together, but your prompt has more than 640" in error["message"]
+    assert "80 tokens are taken, but your prompt has more than 640" in error["message"]
 
 
 def test_many_characters_may_be_few_tokens(service: OpenAIService, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
-from offramp.common.hf import DECODER_ONLY_NAMES, WeightNames, read_json, stored_names
+from offramp.common.hf import DECODER_ONLY_NAMES, WeightNames, stored_names
 from offramp.common.model.config import ModelConfig
 from offramp.common.model.transformer import MultiExitTransformer
 from offramp.common.t5.config import MODEL_TYPE, T5Config
@@ -20,12 +20,6 @@ from offramp.common.t5.model import MultiExitT5
 
 AnyConfig = ModelConfig | T5Config
 AnyModel = MultiExitTransformer | MultiExitT5
-
-
-def is_encoder_decoder(directory: Path) -> bool:
-    """Whether a directory holds a model of that family; anything else that is wrong with it is found by loading it."""
-    file = directory / "config.json"
-    return file.is_file() and read_json(file).get("model_type") == MODEL_TYPE
 
 
 def read_config(

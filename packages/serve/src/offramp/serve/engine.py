@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from offramp.common.checkpoint import DTYPES, Checkpoint, load_checkpoint
+from offramp.common.checkpoint import DTYPES, AnyCheckpoint, load_any_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
-from offramp.common.model.config import ModelConfig
+from offramp.common.families import AnyConfig
+from offramp.common.t5.config import T5Config
 from offramp.common.tokenizer import load_tokenizer
 from offramp.serve.config import EngineConfig
 from offramp.serve.devices import choose_device
@@ -45,6 +46,7 @@ from offramp.serve.request.request import Request, RequestStatus
 from offramp.serve.sampling.constraint import Constraints
 from offramp.serve.sampling.iteration_results import DecodingState, IterationResults
 from offramp.serve.sampling.sampler import SamplingState
+from offramp.serve.scheduling.limits import max_source_len
 from offramp.serve.scheduling.scheduler import Scheduler
 from offramp.serve.scheduling.scheduler_output import SchedulerOutput
 from offramp.serve.text import Decoder, TextStream
@@ -72,12 +74,18 @@ class _Live:
     piece: str = ""
 
 
-def max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Most tokens of one request, prompt and completion together.
+USUAL_T5_LEN = 512
+"""Relative positions have no end, so neither has a T5; this is the length that they were trained on."""
+
+
+def max_model_len(config: EngineConfig, model: AnyConfig) -> int:
+    """Most tokens of one request, prompt and completion together; and most tokens of a source.
 
     Raises:
         OfframpError: the settings ask for more than the model takes.
     """
+    if isinstance(model, T5Config):
+        return config.max_model_len or USUAL_T5_LEN
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise OfframpError(
@@ -93,12 +101,14 @@ class Engine:
         checkpoint: the model served, its exits and its policy.
         config: settings.
         max_model_len: most tokens of one request, prompt and completion together.
+        max_source_len: most tokens of a source; None for a model without an encoder.
+        decoder_start_token_id: what the decoder reads first, for which a prompt is the source; None without an encoder.
         cache_tokens: tokens that the KV cache holds, of all requests together.
     """
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: AnyCheckpoint,
         config: EngineConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
@@ -127,8 +137,12 @@ class Engine:
         device = choose_device(config)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        model, dtype = checkpoint.config, DTYPES[config.dtype]
+        model, dtype = checkpoint.model.config, DTYPES[config.dtype]
         self.max_model_len = max_model_len(config, model)
+        self.max_source_len = self.decoder_start_token_id = None
+        if isinstance(model, T5Config):
+            self.max_source_len = max_source_len(config, self.max_model_len)
+            self.decoder_start_token_id = model.decoder_start_token_id
         shortlist = None if checkpoint.policy is None else checkpoint.policy.shortlist
         if shortlist_head and shortlist is None:
             raise OfframpError("the checkpoint's exit policy has no shortlist to make a head of; calibrate with one.")
@@ -181,7 +195,7 @@ class Engine:
         Args:
             path: the directory.
             config: settings; the defaults if None.
-            exits: exits to declare on a plain directory; see `load_checkpoint`.
+            exits: exits to declare on a plain directory; see `load_any_checkpoint`.
             shortlist_head: see `Engine`.
 
         Raises:
@@ -189,7 +203,7 @@ class Engine:
         """
         config = config or EngineConfig()
         tokenizer = load_tokenizer(path)
-        checkpoint = load_checkpoint(path, dtype=DTYPES[config.dtype], exits=exits)
+        checkpoint = load_any_checkpoint(path, dtype=DTYPES[config.dtype], exits=exits)
         return cls(checkpoint, config, tokenizer, release_weights=True, shortlist_head=shortlist_head)
 
     @property
@@ -253,7 +267,8 @@ class Engine:
 
         Whether a constraint can be compiled is left to `prepare`. Any thread may call it and both of them, at any time.
         """
-        size = self.checkpoint.config.vocab_size
+        size = self.checkpoint.model.config.vocab_size
+        self._check_source(request, size)
         if wrong := [token for token in request.prompt_token_ids if not 0 <= token < size]:
             raise OfframpError(f"the prompt holds token {wrong[0]}, outside the vocabulary of {size}.")
         request.sampling.check_vocabulary(size)
@@ -300,7 +315,7 @@ class Engine:
         text = None if self._tokenizer is None else TextStream(cast(Decoder, self._tokenizer), request.sampling.stop)
         self._recorder.arrived(request.request_id)
         self._live[request.request_id] = _Live(
-            exits, DecodingState(SamplingState(request, constraint), self.checkpoint.config.num_layers), text
+            exits, DecodingState(SamplingState(request, constraint), self.checkpoint.model.config.num_layers), text
         )
 
     def cancel(self, request_id: str) -> bool:
@@ -314,6 +329,11 @@ class Engine:
         self._recorder.forget(request_id)
         return self._scheduler.cancel(request_id) is not None
 
+    def check_probe(self) -> None:
+        """Raise `OfframpError` where the model cannot be probed."""
+        if self.max_source_len is not None:
+            raise OfframpError("a probe reads a text with every exit of a decoder-only model; this one has an encoder.")
+
     def probe(self, token_ids: Sequence[int], top: int = 5, policy: ExitPolicy | None = None) -> list[PositionReading]:
         """What every exit says of a text, position by position; no request notices. See `offramp.serve.probe`.
 
@@ -321,7 +341,11 @@ class Engine:
             token_ids: prompt and answer in a row.
             top: tokens to report for each exit.
             policy: whose exit test is reported; None takes the checkpoint's.
+
+        Raises:
+            OfframpError: see `offramp.serve.probe`; or the model reads its prompts with an encoder.
         """
+        self.check_probe()
         return probe(
             self._model,
             token_ids,
@@ -370,7 +394,7 @@ class Engine:
         items = output.scheduled
         live = [self._live[item.request.request_id] for item in items]
         states = [entry.decoding for entry in live]
-        results = IterationResults(states, self.checkpoint.config.num_layers, self._scheduler.fail)
+        results = IterationResults(states, self.checkpoint.model.config.num_layers, self._scheduler.fail)
         asks_prompts = any(item.request.sampling.prompt_logprobs is not None for item in items)
         departures = self._executor.run(
             items,
@@ -422,6 +446,22 @@ class Engine:
         text, live.piece = live.piece, ""
         return RequestOutput.of(request, first_token, text, metrics)
 
+    def _check_source(self, request: Request, vocab_size: int) -> None:
+        """Raise `OfframpError` where a request and the model do not agree on whether there is a source."""
+        if self.max_source_len is None:
+            if request.source_token_ids:
+                raise OfframpError("the request has a source, and this model has no encoder; give a prompt alone.")
+            return
+        if not request.source_token_ids:
+            raise OfframpError("the source has no token; give at least one: the model's encoder reads it.")
+        if wrong := [token for token in request.source_token_ids if not 0 <= token < vocab_size]:
+            raise OfframpError(f"the source holds token {wrong[0]}, outside the vocabulary of {vocab_size}.")
+        if request.sampling.prompt_logprobs is not None:
+            raise OfframpError(
+                "prompt_logprobs are those of a text that the model continues, and this one reads it with its encoder; "
+                "leave them out."
+            )
+
     def _compile(self, request: Request) -> RequestExits | None:
         """Exits of a request."""
         policy = exit_policy(request.exits, self.checkpoint.policy)
@@ -436,4 +476,5 @@ class Engine:
         if config.num_blocks is not None or config.kv_cache_bytes is not None:
             return num_blocks
         # Nobody asked for so much, and all seats at full length need no more.
-        return min(num_blocks, config.max_num_seqs * -(-self.max_model_len // config.block_size))
+        lengths = (self.max_model_len, self.max_source_len or 0)
+        return min(num_blocks, config.max_num_seqs * sum(-(-length // config.block_size) for length in lengths))

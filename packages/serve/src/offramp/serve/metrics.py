@@ -19,6 +19,7 @@ Kind = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
 METRICS: dict[str, tuple[Kind, str]] = {
     "offramp_generated_tokens_total": ("COUNTER", "count"),
     "offramp_prefill_tokens_total": ("COUNTER", "count"),
+    "offramp_source_tokens_total": ("COUNTER", "count"),
     "offramp_prefix_hit_tokens_total": ("COUNTER", "count"),
     "offramp_preemptions_total": ("COUNTER", "count"),
     "offramp_iterations_total": ("COUNTER", "count"),
@@ -101,6 +102,7 @@ class MetricsReporter:
         added = {
             "offramp_generated_tokens_total": totals.new_tokens - before.new_tokens,
             "offramp_prefill_tokens_total": totals.prefill_rows - before.prefill_rows,
+            "offramp_source_tokens_total": totals.source_rows - before.source_rows,
             "offramp_prefix_hit_tokens_total": totals.prefix_hit_tokens - before.prefix_hit_tokens,
             "offramp_preemptions_total": totals.preemptions - before.preemptions,
             "offramp_iterations_total": totals.iterations - before.iterations,

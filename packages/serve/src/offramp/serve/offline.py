@@ -14,7 +14,7 @@ from offramp.serve.engine import Engine
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.iteration_result import TokenLogprobs
 from offramp.serve.request.output import RequestOutput, Usage
-from offramp.serve.request.request import FinishReason, Request
+from offramp.serve.request.request import FinishReason, Request, prompt_and_source
 from offramp.serve.request.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
@@ -90,16 +90,18 @@ def generate(
         raise OfframpError(f"n {n} must be at least 1 sequence for each prompt.")
     if engine.has_unfinished:
         raise ValueError("the engine is in use; its other requests would lose their outputs")
+    start = engine.decoder_start_token_id
     requests = [
         Request(
             request_id=f"offline-{next(_numbers)}",
-            prompt_token_ids=token_ids,
+            prompt_token_ids=prompt,
+            source_token_ids=source,
             sampling=dataclasses.replace(params, sequence=sequence),
             exits=options,
             eos_token_ids=frozenset(engine.checkpoint.eos_token_ids),
         )
-        for token_ids, params, options in zip(
-            (tuple(encode(engine, prompt)) for prompt in prompts),
+        for (prompt, source), params, options in zip(
+            (prompt_and_source(encode(engine, prompt), start) for prompt in prompts),
             _one_each(sampling, len(prompts)),
             _one_each(exits or ExitOptions(), len(prompts)),
             strict=True,

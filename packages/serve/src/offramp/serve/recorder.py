@@ -103,6 +103,7 @@ class Recorder:
                 segments=tuple(trace.segments),
                 decode_rows=decode_rows,
                 prefill_rows=output.num_tokens - decode_rows,
+                source_rows=output.num_source_tokens,
                 filled_rows=trace.filled_rows,
                 pending_rows=trace.pending_rows,
                 vetoed_rows=trace.vetoed_rows,

@@ -49,6 +49,9 @@ class ServedModel:
             version=version,
             max_model_len=engine.max_model_len,
             cache_tokens=engine.cache_tokens,
+            max_source_len=engine.max_source_len,
+            decoder_start_token_id=engine.decoder_start_token_id,
+            block_size=engine.config.block_size,
             archive_sha256=archive_sha256,
         )
         return cls(engine, card, max_requests)

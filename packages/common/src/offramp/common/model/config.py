@@ -161,8 +161,8 @@ def refuse_encoder_decoder(hf: Mapping[str, Any]) -> None:
     """Raise `OfframpError` where a configuration is one of an encoder-decoder model."""
     if (model_type := hf.get("model_type")) in _ENCODER_DECODER:
         raise OfframpError(
-            f"model_type {model_type!r} is an encoder-decoder model, which `offramp import`, `fit`, `validate`, "
-            f"`test`, `export` and `generate` take so far; this needs one of {', '.join(get_args(ModelType))}."
+            f"model_type {model_type!r} is an encoder-decoder model, which is imported, trained, exported and served "
+            f"so far; this needs one of {', '.join(get_args(ModelType))}."
         )
 
 

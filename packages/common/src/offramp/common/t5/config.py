@@ -66,6 +66,11 @@ class T5Config:
     model_type = MODEL_TYPE
 
     @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values: each head has its own."""
+        return self.num_heads
+
+    @property
     def initializer_range(self) -> float:
         """Standard deviation of fresh weights that have no rule of their own."""
         return self.initializer_factor * self.hidden_size**-0.5

@@ -26,6 +26,7 @@ _UNITS: dict[Axis, str] = {"batch": "sequences", "prompt_tokens": "prompt", "new
 _STEP_COLOURS = {False: "#cc3311", True: "#228833"}
 _COLOURS = {
     "layers": "#4477aa",
+    "encoder": "#66ccee",
     "head": "#228833",
     "exit_test": "#ccbb44",
     "fill": "#ee6677",

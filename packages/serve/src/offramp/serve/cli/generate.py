@@ -59,16 +59,13 @@ def main(argv: list[str]) -> int:
     config = EngineConfig(**engine_settings(options))
     asked = _prompts(options)
 
-    from offramp.common.families import is_encoder_decoder
-
-    if is_encoder_decoder(options.directory):
-        return _generate_naively(options, parser, asked)
-
     from offramp.serve.engine import Engine
     from offramp.serve.offline import generate
 
     _announce(options.directory)
     engine = Engine.from_checkpoint(options.directory, config)
+    if options.probe:
+        engine.check_probe()
     exits = exit_options(_overrides(options), engine.checkpoint.exits.layers, engine.checkpoint.policy, _flag)
     prompts = [_encode(engine, prompt) for prompt in asked]
     with tqdm(desc="Generating", unit="token", total=None, delay=1, file=sys.stderr) as bar:
@@ -88,7 +85,7 @@ def main(argv: list[str]) -> int:
             else:
                 print(_probe_table(engine, readings, completion, exits), file=sys.stderr)
         print(json.dumps(row, ensure_ascii=False) if options.json else completion.text, flush=True)
-    print(depth_summary(completions, engine.checkpoint.config.num_layers), file=sys.stderr)
+    print(depth_summary(completions, engine.checkpoint.model.config.num_layers), file=sys.stderr)
     failed = [completion.error for completion in completions if completion.error is not None]
     if failed:
         raise OfframpError(f"{len(failed)} of {len(completions)} texts failed, the first one because {failed[0]}")
@@ -98,28 +95,6 @@ def main(argv: list[str]) -> int:
 def _announce(directory: Path) -> None:
     weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     print(f"Loading {directory}, {weights / 1e6:,.0f} MB of weights ...", file=sys.stderr, flush=True)
-
-
-def _generate_naively(options: argparse.Namespace, parser: argparse.ArgumentParser, asked: list[_Prompt]) -> int:
-    """For encoder-decoder models, which the engine does not have yet."""
-    from offramp.serve.cli import generate_naively
-
-    generate_naively.check_options(options, parser)
-    prompts: list[tuple[str, str]] = []
-    for prompt in asked:
-        if not isinstance(prompt.content, str):
-            raise OfframpError(f"{prompt.place}: an encoder-decoder model reads a text, not messages.")
-        prompts.append((prompt.content, prompt.place))
-    _announce(options.directory)
-    checkpoint = generate_naively.load(options.directory, options.dtype)
-    exits = exit_options(_overrides(options), checkpoint.exits.layers, checkpoint.policy, _flag)
-    made: list[Completion] = []
-    for completion in generate_naively.completions(checkpoint, prompts, options.max_tokens, options.ignore_eos, exits):
-        made.append(completion)
-        row = json.dumps(_to_json(completion, with_logprobs=False), ensure_ascii=False)
-        print(row if options.json else completion.text, flush=True)
-    print(depth_summary(made, checkpoint.model.config.num_layers), file=sys.stderr)
-    return 0
 
 
 def _decoder(engine: Engine) -> Callable[[int], str]:

@@ -48,6 +48,21 @@ struct AttentionScratch {
   std::vector<AttentionProducts<T>> products;
 };
 
+// What is added to scores by head and distance, of L distances: [H, L + kPadding], the longest distance first and 0 last;
+// what follows is read and not used. So the biases of a query's keys lie as the keys do. Null: nothing is added.
+struct DistanceBias {
+  static constexpr int64_t kPadding = 16;
+  static_assert(kPadding >= kLanes);
+
+  const float* table = nullptr;
+  int64_t count = 0;  // L
+
+  // Of one head at a position: that of key k is k elements on.
+  const float* of(int head, int64_t position) const {
+    return table == nullptr ? nullptr : table + head * (count + kPadding) + (count - 1 - position);
+  }
+};
+
 // One cache layer and the rows that attend to it.
 template <class T>
 struct AttentionLayer {
@@ -59,11 +74,14 @@ struct AttentionLayer {
   const T* cache;  // [slots, 2, K, E]
   T* out;          // [N, out_stride], heads first in each row
   int64_t out_stride;
+  float scale;           // of the scores
+  DistanceBias bias{};   // what is added to them then
 };
 
 // The softmax of one query over one block of keys, whose products with the query `products` has.
+//   bias: of the query's head and position, see DistanceBias
 template <class T>
-static inline void weigh(Query<T>& query, int q, const KeyBlock<T>& block, float scale,
+static inline void weigh(Query<T>& query, int q, const KeyBlock<T>& block, float scale, const float* bias,
                          AttentionProducts<T>& products) {
   const Range seen = block.seen(query);
   const F32 none = splat(-std::numeric_limits<float>::infinity());
@@ -80,6 +98,7 @@ static inline void weigh(Query<T>& query, int q, const KeyBlock<T>& block, float
   F32 top = none;
   for (int i = first; i < stop; i += kLanes) {
     F32 score = load(scores + i) * scale;
+    if (bias != nullptr) score = score + load(bias + block.start + i);
     if (i < seen.begin || i + kLanes > stop)
       score = select((lanes >= int32_t(seen.begin - i)) & (lanes < int32_t(stop - i)), score, none);
     store(scores + i, score);
@@ -137,7 +156,6 @@ static bool attend_tile(const AttentionLayer<T>& layer, const Tile& tile, const 
   const int64_t token_size = shape.token_size();
   const T* const base = layer.cache + int64_t(task.first_kv_head) * head_dim;
   const int32_t* const slots = layer.plan.slots.data();
-  const float scale = 1.f / std::sqrt(float(head_dim));
   KeyBlock<T>& block = scratch.block;
   const auto ahead_of = [&](int k) {
     return Ahead<T>{base + int64_t(k) * head_dim, token_size, head_dim, slots, tile.slots, tile.stop_key};
@@ -168,7 +186,10 @@ static bool attend_tile(const AttentionLayer<T>& layer, const Tile& tile, const 
       }
       AttentionProducts<T>& products = scratch.products[k];
       products.score(block, ahead_of(k));
-      for (int q = 0; q < num_queries; ++q) weigh(scratch.queries[k][q], q, block, scale, products);
+      for (int q = 0; q < num_queries; ++q) {
+        Query<T>& query = scratch.queries[k][q];
+        weigh(query, q, block, layer.scale, layer.bias.of(query.head, query.stop - 1), products);
+      }
       products.add_values(block);
     }
   }

@@ -233,7 +233,13 @@ enum class Epilogue {
   Residual,   // y = y + s
   Silu,       // y = silu(s)
   GatedSilu,  // y = silu(gate) * up
+  Relu,       // y = relu(s)
+  GatedGelu,  // y = gelu(gate) * up
 };
+
+constexpr bool is_gated(Epilogue epilogue) {
+  return epilogue == Epilogue::GatedSilu || epilogue == Epilogue::GatedGelu;
+}
 
 // Finish one row of one panel: at most `columns` elements of y. Intermediate results are rounded where torch, with a
 // kernel for each operation, would have stored them as T.
@@ -242,8 +248,9 @@ static inline void finish_row(const float* sums, const T* bias, Y* y, int64_t co
   F32 s[2] = {load(sums), load(sums + kLanes)};
   if (bias != nullptr)
     for (int v = 0; v < 2; ++v) s[v] = s[v] + load(bias + v * kLanes);
-  if constexpr (kEpilogue == Epilogue::GatedSilu) {
-    const F32 gated = round_to<T>(silu(round_to<T>(s[0]))) * round_to<T>(s[1]);
+  if constexpr (is_gated(kEpilogue)) {
+    const F32 gate = round_to<T>(s[0]);
+    const F32 gated = round_to<T>(kEpilogue == Epilogue::GatedSilu ? silu(gate) : gelu(gate)) * round_to<T>(s[1]);
     if (columns >= kLanes)
       store(y, gated);
     else
@@ -251,6 +258,8 @@ static inline void finish_row(const float* sums, const T* bias, Y* y, int64_t co
   } else {
     if constexpr (kEpilogue == Epilogue::Silu)
       for (int v = 0; v < 2; ++v) s[v] = silu(round_to<T>(s[v]));
+    if constexpr (kEpilogue == Epilogue::Relu)
+      for (int v = 0; v < 2; ++v) s[v] = relu(s[v]);
     for (int v = 0; v < 2; ++v, y += kLanes, columns -= kLanes) {
       if (columns >= kLanes)
         store(y, kEpilogue == Epilogue::Residual ? load(y) + round_to<T>(s[v]) : s[v]);
@@ -265,7 +274,7 @@ static inline void finish_row(const float* sums, const T* bias, Y* y, int64_t co
 template <Epilogue kEpilogue, class T, class Y>
 class Unfinished {
  public:
-  static constexpr int kWidth = kEpilogue == Epilogue::GatedSilu ? kLanes : kPanel;  // columns of y in a panel
+  static constexpr int kWidth = is_gated(kEpilogue) ? kLanes : kPanel;  // columns of y in a panel
 
   Unfinished(const Linear<T>& map, int64_t y_stride) : map_(map), y_stride_(y_stride) {}
 

@@ -6,79 +6,18 @@
 #include "layers.h"
 
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 
 #include <climits>
 #include <tuple>
 #include <vector>
 
-#include "packed.h"
+#include "stack.h"
 
 namespace offramp {
 inline namespace OFFRAMP_ISA {
 namespace {
 
 using at::Tensor;
-
-void check_tensor(const Tensor& t, const char* name, at::ScalarType dtype, at::IntArrayRef sizes) {
-  TORCH_CHECK(t.is_cpu() && t.is_contiguous(), name, " must be a contiguous tensor on the CPU");
-  TORCH_CHECK(t.scalar_type() == dtype, name, " is ", t.scalar_type(), "; expected ", dtype);
-  bool same = t.dim() == int64_t(sizes.size());
-  for (int64_t i = 0; same && i < t.dim(); ++i) same = sizes[i] < 0 || t.size(i) == sizes[i];  // negative: any
-  TORCH_CHECK(same, name, " has shape ", t.sizes(), "; expected ", sizes);
-}
-
-void check_optional(const OptionalTensor& t, const char* name, at::ScalarType dtype, at::IntArrayRef sizes) {
-  if (t) check_tensor(*t, name, dtype, sizes);
-}
-
-// Element `index` of a stack's first axis; null without a stack.
-template <class T>
-T* at_index(const Tensor& stack, int64_t index) {
-  return reinterpret_cast<T*>(stack.data_ptr()) + index * stack.stride(0);
-}
-
-template <class T>
-const T* at_index(const OptionalTensor& stack, int64_t index) {
-  return stack ? at_index<const T>(*stack, index) : nullptr;
-}
-
-// A stack of packed maps, with rows of padding only at the end of each.
-struct Stack {
-  const Tensor& weight;  // [L, P, padded depth / group, panel, group], of int8 where there are scales
-  const OptionalTensor& bias;    // [L, P, panel]
-  const OptionalTensor& scales;  // [L, P, num_scales(padded depth), panel, 1] fp32
-  int64_t inputs, outputs;
-  bool gated;
-
-  void check(const char* name, at::ScalarType dtype, int64_t layers) const {
-    if (dtype == at::kBFloat16)
-      check_as<bf16>(name, dtype, layers);
-    else
-      check_as<float>(name, dtype, layers);
-  }
-
-  template <class T>
-  Linear<T> map(int64_t layer) const {
-    return {scales ? nullptr : at_index<const T>(weight, layer),
-            at_index<T>(bias, layer),
-            padded_depth<T>(inputs),
-            outputs,
-            gated,
-            scales ? at_index<const int8_t>(weight, layer) : nullptr,
-            at_index<float>(scales, layer)};
-  }
-
- private:
-  template <class T>
-  void check_as(const char* name, at::ScalarType dtype, int64_t layers) const {
-    const int64_t group = scales ? kWeightGroup<T, int8_t> : kGroup<T>;
-    const int64_t panels = num_panels(gated ? 2 * outputs : outputs, gated);
-    check_tensor(weight, name, scales ? at::kChar : dtype, {layers, panels, padded_depth<T>(inputs) / group, kPanel, group});
-    check_optional(bias, name, dtype, {layers, panels, kPanel});
-    check_optional(scales, name, at::kFloat, {layers, panels, num_scales(padded_depth<T>(inputs)), kPanel, 1});
-  }
-};
 
 // The rows' tensors, checked against the cache: a wrong slot or position must not write anywhere.
 void check_places(const Tensor& x, const Tensor& cache, const Tensor& positions, const Tensor& slots, const Tensor& cos,
@@ -111,17 +50,6 @@ LayerShape read_shape(const Tensor& x, const Tensor& cache, const Tensor& cos, i
   TORCH_CHECK(num_heads > 0 && num_heads % num_kv_heads == 0, num_heads, " query heads are not a multiple of ",
               num_kv_heads, " key/value heads");
   return {{int(num_heads), int(num_kv_heads), int(head_dim), int(window)}, x.size(1), intermediate, float(eps)};
-}
-
-void check_cache_layer(const Tensor& cache, int64_t layer) {
-  TORCH_CHECK(layer >= 0 && layer < cache.size(0), "cache layer ", layer, " is outside of the cache of ", cache.size(0));
-}
-
-// A buffer for rows of `size` elements that a product will read: what lies beyond them is zero.
-template <class T>
-Tensor padded_rows(const Tensor& x, int64_t size) {
-  const int64_t padded = padded_depth<T>(size);
-  return padded == size ? at::empty({x.size(0), padded}, x.options()) : at::zeros({x.size(0), padded}, x.options());
 }
 
 Rotary rotary_of(const LayerShape& shape, const Tensor& cos, const Tensor& sin) {
@@ -162,26 +90,14 @@ std::tuple<Tensor, Tensor> run_layers_op(
   for (const int64_t layer : cache_layers) check_cache_layer(cache, layer);
   TORCH_CHECK(block_size > 0 && window >= 0, "block_size ", block_size, " or window ", window, " is no size");
 
-  check_tensor(sequences, "sequences", at::kInt, {n});
-  check_tensor(block_tables, "block_tables", at::kInt, {-1, -1});
-  const int64_t num_sequences = block_tables.size(0), num_blocks = block_tables.size(1);
-  const int32_t* const sequence = sequences.const_data_ptr<int32_t>();
-  const int32_t* const tables = block_tables.const_data_ptr<int32_t>();
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t position = positions.const_data_ptr<int64_t>()[i];
-    TORCH_CHECK(sequence[i] >= 0 && sequence[i] < num_sequences, "sequence ", sequence[i], " of row ", i, " has no table");
-    TORCH_CHECK(position < num_blocks * block_size, "position ", position, " of row ", i, " is outside of a table of ",
-                num_blocks, " blocks");
-  }
-  for (int64_t i = 0; i < num_sequences * num_blocks; ++i)
-    TORCH_CHECK(tables[i] >= 0 && (int64_t(tables[i]) + 1) * block_size <= cache.size(1), "block ", tables[i],
-                " is outside of the cache");
-
+  check_tables(positions, sequences, block_tables, block_size, cache);
+  const int64_t num_blocks = block_tables.size(1);
   Tensor states = x.clone();
   if (start == stop || n == 0) return {states, x};
   Tensor previous = at::empty_like(x);
   const int num_threads = threads_for(n * hidden * (shape.qkv_size() + 3 * intermediate) * (stop - start));
-  const AttentionPlan plan(shape.attention, int(n), positions.const_data_ptr<int64_t>(), sequence, tables, num_blocks,
+  const AttentionPlan plan(shape.attention, int(n), positions.const_data_ptr<int64_t>(),
+                           sequences.const_data_ptr<int32_t>(), block_tables.const_data_ptr<int32_t>(), num_blocks,
                            int(block_size), num_threads);
   with_type(x, [&](auto type) {
     using T = decltype(type);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -118,6 +119,7 @@ void run_layers(const LayerShape& shape, const std::vector<Layer<T>>& layers, co
   const int64_t padded_hidden = padded_depth<T>(hidden), padded_mlp = padded_depth<T>(shape.intermediate);
   const int64_t padded_heads = padded_depth<T>(shape.query_size());
   const SharedNorm<T> norm{buffers.normed, hidden, padded_hidden, shape.eps};
+  const float scale = 1.f / std::sqrt(float(shape.attention.head_dim));
   std::vector<std::atomic<size_t>> next_task(layers.size());
   for (auto& next : next_task) next = 0;
 
@@ -138,8 +140,8 @@ void run_layers(const LayerShape& shape, const std::vector<Layer<T>>& layers, co
       barrier.wait(team.count);
       rotate_and_write(shape, layer, rotary, rows, buffers.qkv, true, team);
       barrier.wait(team.count);
-      const AttentionLayer<T> attention{shape.attention,  plan,        rows.positions,   buffers.qkv,
-                                        shape.qkv_size(), layer.cache, buffers.attended, padded_heads};
+      const AttentionLayer<T> attention{shape.attention, plan,             rows.positions, buffers.qkv, shape.qkv_size(),
+                                        layer.cache,     buffers.attended, padded_heads,   scale};
       for (size_t i; (i = next_task[l]++) < plan.tasks.size();) attend(attention, plan.tasks[i], scratch);
       barrier.wait(team.count);
       gemm<Epilogue::Residual>(buffers.attended, n, padded_heads, layer.output, x, hidden, team);

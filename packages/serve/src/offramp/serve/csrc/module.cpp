@@ -3,3 +3,4 @@
 #include "head.cpp"
 #include "layers.cpp"
 #include "linear.cpp"
+#include "t5_layers.cpp"

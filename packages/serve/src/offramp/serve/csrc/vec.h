@@ -321,5 +321,14 @@ static inline F32 exp(F32 x) {
 // x / (1 + e^-x)
 static inline F32 silu(F32 x) { return x / (splat(1.f) + exp(-x)); }
 
+// The approximation by tanh: x (1 + tanh(u)) / 2 is x / (1 + e^-2u), with u = sqrt(2 / pi) (x + 0.044715 x^3).
+static inline F32 gelu(F32 x) {
+  const F32 twice = splat(1.59576912f) * fma(splat(0.044715f) * x * x, x, x);
+  return x / (splat(1.f) + exp(-twice));
+}
+
+// NaN stays NaN.
+static inline F32 relu(F32 x) { return select(x < zero(), zero(), x); }
+
 }  // namespace OFFRAMP_ISA
 }  // namespace offramp

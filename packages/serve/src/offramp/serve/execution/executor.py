@@ -135,6 +135,7 @@ class Executor:
             Together, every row that predicts a token, once. Requests that decode and whose newest rows are parked have
             none.
         """
+        self._encode(scheduled)
         sweep, bounds = self._begin(scheduled)
         iteration = self._planner.plan(scheduled, exits, uses, bounds)
         departures: list[Departure] = []
@@ -149,6 +150,14 @@ class Executor:
                     self.trace.parked_requests = len(self._parking.waiting(iteration.requests.decodes))
                 return departures
             sweep, on_prompt_logits = self._resume(iteration, sweep, found.vetoed), None
+
+    def _encode(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Read the sources of requests whose first rows these are."""
+        sources = [(item.request.source_token_ids, item.source_table) for item in scheduled if item.encodes]
+        if sources:
+            self._clock.lap("other")
+            self._model.encode(sources, self._cache)
+            self._clock.lap("encoder")
 
     def _begin(self, scheduled: Sequence[ScheduledRequest]) -> tuple[Sweep, set[int]]:
         """The rows of an iteration, and the layers at which some of them leave whatever they are sure of."""

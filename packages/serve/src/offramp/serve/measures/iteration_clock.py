@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Final, Literal, get_args
 
-Part = Literal["scheduling", "layers", "exit_test", "fill", "head", "sampling", "detokenising", "other"]
-"""`scheduling`: choosing rows, and taking tokens in. `layers`: the backbone, and blocks of exit heads, attention
+Part = Literal["scheduling", "encoder", "layers", "exit_test", "fill", "head", "sampling", "detokenising", "other"]
+"""`scheduling`: choosing rows, and taking tokens in. `encoder`: reading sources, and the keys and values of
+cross-attention. `layers`: the backbone, and blocks of exit heads, attention
 included: one operation runs a whole segment and does not tell it apart. `exit_test`: confidence and the decision who
 leaves. `fill`: keys and values of skipped layers. `head`: logits, or the best token without them, of rows that have
 left. `sampling`: tokens out of logits, judging drafts included. `detokenising`: text out of tokens. `other`: building

@@ -82,6 +82,7 @@ class IterationRecord:
         segments: the layers that ran, and on how many rows.
         decode_rows: newest tokens of requests that generate.
         prefill_rows: known tokens: of prompts, and of answers that run again after a preemption.
+        source_rows: tokens of sources that the encoder read.
         filled_rows: rows whose skipped layers were filled.
         pending_rows: rows that had left earlier and were carried on from there by a deeper pass.
         vetoed_rows: rows that had left and went on, because their best token is not on their shortlist.
@@ -98,6 +99,7 @@ class IterationRecord:
     segments: tuple[SegmentRun, ...] = ()
     decode_rows: int = 0
     prefill_rows: int = 0
+    source_rows: int = 0
     filled_rows: int = 0
     pending_rows: int = 0
     vetoed_rows: int = 0
@@ -132,6 +134,7 @@ class Totals:
     row_layers: int = 0
     decode_rows: int = 0
     prefill_rows: int = 0
+    source_rows: int = 0
     filled_rows: int = 0
     pending_rows: int = 0
     vetoed_rows: int = 0
@@ -157,6 +160,7 @@ class Totals:
         self.row_layers += record.row_layers
         self.decode_rows += record.decode_rows
         self.prefill_rows += record.prefill_rows
+        self.source_rows += record.source_rows
         self.filled_rows += record.filled_rows
         self.pending_rows += record.pending_rows
         self.vetoed_rows += record.vetoed_rows

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from offramp.common.model.block import Block
 from offramp.common.model.config import ModelConfig
-from offramp.serve import memory
 from offramp.serve.kv_cache.storage import KVStorage
-from offramp.serve.model.linear import NativeMap
+from offramp.serve.model.native_stacks import MapStack, Stack
 from offramp.serve.model.rows import Rows
 from offramp.serve.model.stacking import fill_weights, stacked
 
@@ -51,8 +50,8 @@ class NativeLayers:
         self._num_heads, self._intermediate = config.num_heads, config.intermediate_size
         self._eps = config.rms_norm_eps
         count = len(blocks)
-        input_norm, query_norm, key_norm, mlp_norm = (_Stack(count) for _ in range(4))
-        qkv, output, gate_up, down = (_MapStack(ops, count, int8_for) for _ in range(4))
+        input_norm, query_norm, key_norm, mlp_norm = (Stack(count) for _ in range(4))
+        qkv, output, gate_up, down = (MapStack(ops, count, int8_for) for _ in range(4))
         for index, block in enumerate(blocks):
             attention, mlp = block.self_attn, block.mlp
             input_norm.put(index, block.input_layernorm.weight)
@@ -115,7 +114,7 @@ class NativeFill:
             int8_for: see `PackedLinear`.
         """
         self._fill, self._first, self._eps = ops.fill.default, first, config.rms_norm_eps
-        maps, key_norm = _MapStack(ops, len(blocks), int8_for), _Stack(len(blocks))
+        maps, key_norm = MapStack(ops, len(blocks), int8_for), Stack(len(blocks))
         for index, block in enumerate(blocks):
             maps.put(index, *fill_weights(block, keep_fp32=int8_for is not None))
             norm = block.self_attn.k_norm
@@ -131,36 +130,3 @@ class NativeFill:
             *self._weights,
             *(self._first, first - self._first, self._eps),
         )
-
-
-class _Stack:
-    """Tensors of layers in one, which is made when the first of them comes; None if none ever does."""
-
-    def __init__(self, count: int) -> None:
-        self.tensor: Tensor | None = None
-        self._count = count
-
-    def put(self, index: int, tensor: Tensor | None) -> None:
-        if tensor is None:
-            return
-        if self.tensor is None:
-            self.tensor = memory.empty((self._count, *tensor.shape), tensor.dtype)
-        self.tensor[index] = tensor.detach()
-
-
-class _MapStack:
-    """Packed linear maps of layers in one weight and, where there are any, one bias and one tensor of scales."""
-
-    def __init__(self, ops: Any, count: int, int8_for: torch.dtype | None) -> None:
-        self._ops, self._int8_for = ops, int8_for
-        self._stacks = tuple(_Stack(count) for _ in NativeMap._fields)
-
-    def put(self, index: int, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
-        packed = NativeMap.pack(self._ops, weight, bias, gated=gated, int8_for=self._int8_for)
-        for stack, tensor in zip(self._stacks, packed, strict=True):
-            stack.put(index, tensor)
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Weight, bias and scales."""
-        return tuple(stack.tensor for stack in self._stacks)

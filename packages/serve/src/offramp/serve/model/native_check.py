@@ -50,6 +50,7 @@ def agrees_with_torch(ops: Any) -> bool:
         _maps_agree(ops, dtype)
         and all(_exits_agree(ops, dtype, gated=gated) for gated in (True, False))
         and all(_layers_agree(ops, dtype, shape) for shape in _LAYER_SHAPES)
+        and all(_t5_layers_agree(ops, dtype, gated=gated) for gated in (True, False))
         for dtype in _TOLERANCES
     )
 
@@ -183,6 +184,99 @@ def _layers_agree(ops: Any, dtype: torch.dtype, shape: _LayerShape) -> bool:
         ]
     )
     return _close(alone, theirs[0], dtype) and _close(cache[:, :num_rows], theirs, dtype)
+
+
+def _t5_layers_agree(ops: Any, dtype: torch.dtype, *, gated: bool) -> bool:
+    """Two decoder layers of T5 on texts and then on one more token of each, with sources in the same cache."""
+    generator = torch.Generator().manual_seed(3)
+    heads, head_dim, hidden, intermediate, size = (3, 10, 37, 51, 4) if gated else (2, 64, 64, 32, 16)
+    inner, sources, longest = heads * head_dim, (5, 140), max(_LENGTHS)
+
+    def draw(*shape: int, gain: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * gain).to(dtype)
+
+    layers = [
+        (
+            *(
+                draw(hidden),
+                draw(3 * inner, hidden, gain=0.4 * hidden**-0.5),
+                draw(hidden, inner, gain=0.5 * inner**-0.5),
+            ),
+            *(draw(hidden), draw(inner, hidden, gain=0.4 * hidden**-0.5), draw(hidden, inner, gain=0.5 * inner**-0.5)),
+            *(draw(hidden), draw((1 + gated) * intermediate, hidden, gain=hidden**-0.5)),
+            draw(hidden, intermediate, gain=0.5 * intermediate**-0.5),
+        )
+        for _ in range(2)
+    ]
+    bias = torch.randn(heads, longest, generator=generator)
+    states = [draw(length, hidden) for length in _LENGTHS]
+
+    # Blocks of texts and sources in no order; what nobody writes is NaN.
+    width = -(-longest // size)
+    tables = torch.randperm(4 * width, generator=generator).view(2, 2, width).int()
+    cache = torch.full((2, 4 * width * size, 2 * inner), torch.nan, dtype=dtype)
+    for sequence, length in enumerate(sources):
+        places = torch.arange(length)
+        cache[:, tables[1, sequence, places // size].long() * size + places % size] = draw(
+            2, length, 2 * inner, gain=0.5
+        )
+    input_norm, qkv, output, cross_norm, query, cross_output, mlp_norm, ups, down = (
+        torch.stack(parts) for parts in zip(*layers, strict=True)
+    )
+    weights = (
+        *(input_norm, _packed(ops, qkv), None, _packed(ops, output), None),
+        *(cross_norm, _packed(ops, query), None, _packed(ops, cross_output), None),
+        *(mlp_norm, _packed(ops, ups, gated=gated), None, _packed(ops, down), None),
+    )
+    exact: list[Tensor] = []
+    for sequence, x in enumerate(states):
+        places = torch.arange(sources[sequence])
+        source = cache[:, tables[1, sequence, places // size].long() * size + places % size].double()
+        exact.append(_t5_reference(x.double(), layers, source, bias.double(), gated))
+    lengths = torch.tensor(sources)
+    table = F.pad(bias.flip(1), (0, 16)).contiguous()
+    for spans in [[(0, length - 1) for length in _LENGTHS], [(length - 1, length) for length in _LENGTHS]]:
+        positions = torch.cat([torch.arange(*span) for span in spans])
+        sequences = torch.cat([torch.full((stop - start,), i) for i, (start, stop) in enumerate(spans)])
+        slots = tables[0, sequences, positions // size].long() * size + positions % size
+        ours = ops.run_t5_layers(
+            *(torch.cat([x[slice(*span)] for x, span in zip(states, spans, strict=True)]), cache, positions, slots),
+            *(sequences.int(), tables[0].contiguous(), lengths, tables[1].contiguous(), table, *weights),
+            *([0, 1], 0, 2, heads, intermediate, gated, size, _EPS),
+        )
+        theirs = torch.cat([x[slice(*span)] for x, span in zip(exact, spans, strict=True)])
+        if not _close(ours[0], theirs, dtype):
+            return False
+    return True
+
+
+def _t5_reference(
+    x: Tensor, layers: list[tuple[Tensor, ...]], sources: Tensor, distance_bias: Tensor, gated: bool
+) -> Tensor:
+    """States [T, D] of a whole text after the layers, by the book; `sources` are [layers, tokens, 2 * H * E]."""
+    length, heads = len(x), len(distance_bias)
+    distances = torch.arange(length)[:, None] - torch.arange(length)
+    bias = distance_bias[:, distances.clamp(min=0)].masked_fill(distances < 0, -torch.inf)
+
+    def attended(query: Tensor, keys_values: Tensor, bias: Tensor | float) -> Tensor:
+        parts = [part.unflatten(1, (heads, -1)) for part in (query, *keys_values.chunk(2, dim=1))]
+        shares = (torch.einsum("nhe,the->hnt", parts[0], parts[1]) + bias).softmax(dim=-1)
+        return torch.einsum("hnt,the->nhe", shares, parts[2]).flatten(1)
+
+    for layer, source in zip(layers, sources, strict=True):
+        input_norm, qkv, output, cross_norm, query, cross_output, mlp_norm, ups, down = (w.double() for w in layer)
+        made = F.linear(_norm(x, input_norm), qkv)
+        inner = made.shape[1] // 3
+        x = x + F.linear(attended(made[:, :inner], made[:, inner:], bias), output)
+        x = x + F.linear(attended(F.linear(_norm(x, cross_norm), query), source, 0.0), cross_output)
+        up = F.linear(_norm(x, mlp_norm), ups)
+        if gated:
+            gate, up = up.chunk(2, dim=1)
+            up = F.gelu(gate, approximate="tanh") * up
+        else:
+            up = F.relu(up)
+        x = x + F.linear(up, down)
+    return x
 
 
 def _packed(ops: Any, maps: Tensor, *, gated: bool = False) -> Tensor:

@@ -32,3 +32,9 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     """[N, 2 * F] -> [N, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gated_gelu(gate_up: Tensor) -> Tensor:
+    """[N, 2 * F] -> [N, F], through the approximation by tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up

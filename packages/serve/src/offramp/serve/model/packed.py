@@ -1,7 +1,8 @@
-"""The weights of a `MultiExitTransformer`, packed once for the engine, and the forward on packed rows.
+"""The weights of a multi-exit model, packed once for the engine, and the forward on packed rows.
 
-There is one definition of the model, `offramp.common.model`; this is its second forward: layers run in ranges, with
-query, key and value weights in one matrix, gate and up in another, and keys and values in the paged cache.
+There is one definition of each family, in `offramp.common`; this is its second forward: layers run in ranges, with
+query, key and value weights in one matrix, gate and up in another, and keys and values in the paged cache. How layers
+themselves are packed is in `packing`.
 
 Legend: N rows, D model, V vocabulary, C cache layers.
 """
@@ -15,27 +16,22 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from offramp.common.families import AnyConfig, AnyModel, check_dtype
 from offramp.common.model.block import Block
 from offramp.common.model.exit_head import ExitHead
 from offramp.common.model.norm import RMSNorm
-from offramp.common.model.rope import inverse_frequencies, rotary_tables
-from offramp.common.model.transformer import MultiExitTransformer
 from offramp.serve import memory
 from offramp.serve.config import Kernels, Quantization
-from offramp.serve.devices import CPU
+from offramp.serve.devices import CPU, on_device
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.model.exit_transform import ExitTransform, HeadMeasure, cosine, exit_classifier
-from offramp.serve.model.flash_attention import can_flash
 from offramp.serve.model.graphs import Capture
 from offramp.serve.model.head_output import HeadOutput
-from offramp.serve.model.layers import ExitBlock, Fill, Layers
-from offramp.serve.model.layers_graphed import GraphedLayers
-from offramp.serve.model.layers_native import NativeFill, NativeLayers
-from offramp.serve.model.layers_torch import TorchFill, TorchLayers
+from offramp.serve.model.layers import ExitBlock
 from offramp.serve.model.linear import ChosenKernels, PackedLinear, choose_kernels
-from offramp.serve.model.native import native_library
+from offramp.serve.model.packing import Packing, family_layers
 from offramp.serve.model.rows import RowContext, Rows
 from offramp.serve.model.unembedding import Unembedding
 
@@ -84,7 +80,7 @@ class PackedModel:
 
     def __init__(
         self,
-        model: MultiExitTransformer,
+        model: AnyModel,
         dtype: torch.dtype,
         kernels: Kernels = "auto",
         *,
@@ -108,8 +104,9 @@ class PackedModel:
             capture: records the layers for few rows, see `GraphedLayers`; None: nothing is recorded.
 
         Raises:
-            OfframpError: if `kernels` is `native` and there are none here.
+            OfframpError: if `kernels` is `native` and there are none here, or the model does not work in `dtype`.
         """
+        check_dtype(model.config, dtype)
         # Rounded once: matrices that become int8 are taken as the model has them.
         model = (
             model if model.embed_tokens.weight.dtype == dtype else _cast(model, dtype, vectors=quantization == "int8")
@@ -117,10 +114,12 @@ class PackedModel:
         if device.type != "cpu":
             model = (model if release else copy.deepcopy(model)).to(device)
         self._int8_for = dtype if quantization == "int8" else None
-        config = self.config = model.config
+        config: AnyConfig = model.config
+        self.config = config
         self.dtype, self.device = dtype, device
         self.kernels: ChosenKernels = choose_kernels(kernels, dtype) if device.type == "cpu" else "plain"
-        self._capture = capture
+        family = family_layers(model, Packing(dtype, device, self.kernels, self._int8_for, release, capture))
+        self._row_context = family.row_context
         self.cosine = cosine(self.kernels)
         embedding = model.embed_tokens.weight.detach().to(dtype)
         # A checkpoint's own may be a file mapped into memory, of which each token needs another page.
@@ -130,10 +129,10 @@ class PackedModel:
         self.has_exit_blocks = model.exit_config.head == "block"
         self.has_exit_classifiers = model.exit_config.classifier
         heads = {e: cast(ExitHead, model.exits[str(e)]) for e in model.exit_config.layers}
-        backbone = [cast(Block, block) for block in model.layers]
+        backbone = list(model.layers)
 
         # Cache layers lie in the order in which a row passes them, so what an exit has to fill is one run to the end.
-        order: list[Block] = []
+        order: list[nn.Module] = []
         layer_places: list[int] = []
         block_places: list[int] = []
         after_exit: dict[int, int] = {}
@@ -147,12 +146,17 @@ class PackedModel:
             if head is not None:
                 after_exit[index + 1] = len(order)
         self.num_cache_layers = len(order)
-        self._fill = self._pack_fill(order, list(after_exit.values())) if after_exit else None
-        self.layers = self._pack_layers(backbone, layer_places, release)
+        starts = list(after_exit.values())
+        self._fill = family.fill(order[starts[0] :], starts[0], starts) if starts else None
+        self._encoder = family.encoder()
+        self.layers = family.layers(backbone, layer_places)
         exit_blocks: list[Block] = [head.block for head in heads.values() if head.block is not None]
-        block_layers = self._pack_layers(exit_blocks, block_places, release) if exit_blocks else None
+        block_layers = family.layers(exit_blocks, block_places) if exit_blocks else None
 
         shared = model.unembedding().detach()
+        if model.output_scale != 1.0:
+            # On the weight, so that exits need not know of it.
+            shared = (shared.float() * model.output_scale).to(shared.dtype)
         unembed = self.unembedding(shared)
         self.exits: dict[int, PackedExit] = {}
         for number, (layer, head) in enumerate(heads.items()):
@@ -190,19 +194,28 @@ class PackedModel:
         return self._embedding.index_select(0, token_ids)
 
     def row_context(self, max_model_len: int, block_size: int) -> RowContext:
-        """What rows of this model share, with rotary tables for `max_model_len` tokens.
+        """What rows of this model share; sequences have at most `max_model_len` tokens."""
+        return self._row_context(max_model_len, block_size)
 
-        Frequencies of `dynamic` scaling depend on the longest sequence attended over. The engine takes the longest it
-        ever serves for every request, so that a request's keys stay valid as it grows and its tokens do not depend on
-        its neighbours.
+    def encode(self, sources: Sequence[tuple[Sequence[int], Sequence[int]]], cache: KVStorage) -> None:
+        """Read sources, and write the keys and values of cross-attention of all layers.
+
+        Args:
+            sources: token ids of each, and the blocks for them.
+            cache: of the model.
         """
-        config = self.config
-        frequencies = inverse_frequencies(config.rope, config.head_dim, max_model_len)
-        cos, sin = rotary_tables(frequencies, torch.arange(max_model_len))
-        half = config.head_dim // 2
-        has_flash = can_flash(self.device, self.dtype, config.head_dim, block_size)
-        window = config.sliding_window
-        return RowContext(cos[:, :half], sin[:, :half], self.dtype, block_size, window, self.device, has_flash)
+        assert self._encoder is not None, "there is no encoder"
+        size = cache.block_size
+        # Sources of one length are attended to together.
+        ordered = sorted(sources, key=lambda source: len(source[0]))
+        lengths = [len(token_ids) for token_ids, _ in ordered]
+        slots = [
+            (np.array(blocks)[:, None] * size + np.arange(size)).reshape(-1)[:length]
+            for (_, blocks), length in zip(ordered, lengths, strict=True)
+        ]
+        token_ids = np.concatenate([np.array(token_ids, dtype=np.int64) for token_ids, _ in ordered])
+        x = self.embed(on_device(token_ids, self.device))
+        self._encoder.write(x, lengths, on_device(np.concatenate(slots), self.device), cache)
 
     def run_layers(self, x: Tensor, rows: Rows, cache: KVStorage, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Run layers `start` + 1 .. `stop` of the backbone on states [N, D] that have been through `start` layers.
@@ -247,27 +260,8 @@ class PackedModel:
     def _pack_transform(self, head: ExitHead | None, norm: RMSNorm | None) -> ExitTransform:
         return ExitTransform(head, norm, self.config.rms_norm_eps, self.kernels, int8_for=self._int8_for)
 
-    def _pack_layers(self, blocks: Sequence[Block], cache_layers: Sequence[int], release: bool) -> Layers:
-        library = native_library() if self.kernels == "native" else None
-        if library is not None:
-            return NativeLayers(
-                library.ops, blocks, self.config, cache_layers, int8_for=self._int8_for, release=release
-            )
-        layers = TorchLayers(
-            blocks, self.config, cache_layers, kernels=self.kernels, int8_for=self._int8_for, release=release
-        )
-        return layers if self._capture is None else GraphedLayers(layers, self._capture)
 
-    def _pack_fill(self, order: Sequence[Block], starts: Sequence[int]) -> Fill:
-        """For cache layers that belong to `order`, after exits whose next cache layers are `starts`."""
-        first = starts[0]
-        library = native_library() if self.kernels == "native" else None
-        if library is not None:
-            return NativeFill(library.ops, order[first:], self.config, first, int8_for=self._int8_for)
-        return TorchFill(order[first:], self.config, first, starts, kernels=self.kernels, int8_for=self._int8_for)
-
-
-def _cast(model: MultiExitTransformer, dtype: torch.dtype, *, vectors: bool) -> MultiExitTransformer:
+def _cast(model: AnyModel, dtype: torch.dtype, *, vectors: bool) -> AnyModel:
     """A copy whose weights are of `dtype`; or only vectors, that is norms and biases."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():

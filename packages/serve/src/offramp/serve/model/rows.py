@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from offramp.serve.devices import CPU, on_device
@@ -23,6 +24,9 @@ from offramp.serve.model.flash_attention import FlashRuns
 from offramp.serve.scheduling.scheduler_output import ScheduledRequest
 
 Places = npt.NDArray[np.intp]
+
+_DISTANCE_PADDING = 16
+"""As in `csrc/attention.h`."""
 
 
 class RowContext:
@@ -36,6 +40,7 @@ class RowContext:
         sliding_window: tokens that a token sees, itself included; None is all before it.
         device: of states and cache.
         has_flash: whether attention there is FlashAttention over blocks.
+        distance_bias: [H, max_model_len] see `Attended.of`; then no channel is rotated, and E of the tables is 0.
     """
 
     def __init__(
@@ -47,12 +52,20 @@ class RowContext:
         sliding_window: int | None,
         device: torch.device = CPU,
         has_flash: bool = False,
+        distance_bias: Tensor | None = None,
     ) -> None:
         self.cos, self.sin = cos.contiguous(), sin.contiguous()
         self.dtype = dtype
         self.block_size = block_size
         self.sliding_window = sliding_window
         self.device, self.has_flash = device, has_flash
+        self.distance_bias = distance_bias
+
+    @cached_property
+    def distance_table(self) -> Tensor:
+        """[H, max_model_len + 16] fp32 biases as native kernels take them: the longest distance first, then padding."""
+        assert self.distance_bias is not None, "there is no relative bias"
+        return F.pad(self.distance_bias.float().flip(1), (0, _DISTANCE_PADDING)).contiguous()
 
     @cached_property
     def wide_tables(self) -> tuple[Tensor, Tensor]:
@@ -73,11 +86,17 @@ class PlacedRows:
     """
 
     def __init__(
-        self, positions: Tensor, slots: Tensor, context: RowContext, attention: Callable[[], Attention]
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        context: RowContext,
+        attention: Callable[[], Attention],
+        cross_attention: Callable[[], Attention] | None = None,
     ) -> None:
-        """Take what is there already; `attention` is asked for once, if at all."""
+        """Take what is there already; `attention` is asked for once, if at all, and `cross_attention` too."""
         self.slots = slots
-        self._positions, self._context, self._attention = positions, context, attention
+        self._positions, self._context = positions, context
+        self._attention, self._cross_attention = attention, cross_attention
 
     @cached_property
     def cos(self) -> Tensor:
@@ -91,8 +110,27 @@ class PlacedRows:
 
     @cached_property
     def attention(self) -> Attention:
-        """What each row sees."""
+        """What each row sees of its own sequence."""
         return self._attention()
+
+    @cached_property
+    def cross_attention(self) -> Attention:
+        """What each row sees of its sequence's source."""
+        assert self._cross_attention is not None, "there are no sources"
+        return self._cross_attention()
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """Where the sources of an iteration's sequences have their keys and values of cross-attention.
+
+    Attributes:
+        lengths: [S] int64 tokens.
+        block_tables: [S, blocks] int32; entries that a shorter source does not use repeat its first.
+    """
+
+    lengths: Tensor
+    block_tables: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +143,7 @@ class Rows:
         sequences: [N] int32 which row of `block_tables` is theirs.
         block_tables: [S, blocks] int32; entries that a shorter sequence does not use repeat its first.
         context: what all rows share.
+        sources: of the sequences; None: they have none.
     """
 
     positions: Tensor
@@ -112,6 +151,7 @@ class Rows:
     sequences: Tensor
     block_tables: Tensor
     context: RowContext
+    sources: Sources | None = None
 
     def __len__(self) -> int:
         return self.positions.shape[0]
@@ -123,14 +163,21 @@ class Rows:
         if device.type != "cpu":
             both = on_device(np.stack((positions.numpy(), slots.numpy())), device)
             positions, slots = both[0], both[1]
-        return PlacedRows(positions, slots, self.context, self._attention)
+        cross_attention = None if self.sources is None else self._cross_attention
+        return PlacedRows(positions, slots, self.context, self._attention, cross_attention)
 
     def _attention(self) -> Attention:
         context = self.context
         where = (self.positions, self.sequences, self.block_tables, context.block_size, context.sliding_window)
         if context.has_flash:
             return FlashRuns.of(*where, context.device)
-        return Attended.of(*where, context.dtype, context.device)
+        return Attended.of(*where, context.dtype, context.device, context.distance_bias)
+
+    def _cross_attention(self) -> Attention:
+        context, sources = self.context, self.sources
+        assert sources is not None
+        where = (self.sequences, sources.lengths, sources.block_tables, context.block_size)
+        return Attended.of_sources(*where, context.dtype, context.device)
 
     def select(self, places: Places | slice) -> Rows:
         """The rows at `places` [n], which keeps those of one sequence neighbours in order of position."""
@@ -140,6 +187,7 @@ class Rows:
             _at(self.sequences, places),
             self.block_tables,
             self.context,
+            self.sources,
         )
 
     def at(self, sequences: Places, positions: npt.NDArray[np.int64]) -> Rows:
@@ -158,6 +206,7 @@ class Rows:
             torch.from_numpy(sequences.astype(np.int32)),
             self.block_tables,
             self.context,
+            self.sources,
         )
 
     def join(self, sequences: Places, positions: npt.NDArray[np.int64]) -> tuple[Rows, Places]:
@@ -177,6 +226,7 @@ class Rows:
             _joined(self.sequences, other.sequences),
             self.block_tables,
             self.context,
+            self.sources,
         )
         order = np.lexsort((joined.positions.numpy(), joined.sequences.numpy()))
         return joined.select(order), order
@@ -225,7 +275,18 @@ def build_rows(
         torch.from_numpy(sequences),
         torch.from_numpy(tables),
         context,
+        _sources(scheduled),
     )
+
+
+def _sources(scheduled: Sequence[ScheduledRequest]) -> Sources | None:
+    """Those of an iteration; either all requests have one or none has."""
+    widest = max(len(item.source_table) for item in scheduled)
+    if not widest:
+        return None
+    tables = np.array([_padded(item.source_table, len(item.source_table), widest) for item in scheduled], np.int32)
+    lengths = torch.tensor([item.request.num_source_tokens for item in scheduled])
+    return Sources(lengths, torch.from_numpy(tables))
 
 
 def _padded(block_table: tuple[int, ...], used: int, length: int) -> tuple[int, ...]:

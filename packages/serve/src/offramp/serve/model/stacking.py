@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from offramp.common.model.block import Block
+from offramp.common.t5.block import DecoderBlock
 
 
 def stacked(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -21,8 +22,8 @@ def stacked(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return torch.cat(weights), torch.cat(biases) if biases else None
 
 
-def fill_weights(block: Block, *, keep_fp32: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Weight [2 * K * E, D] and bias of a block's keys and values, for states that are normed without a weight.
+def fill_weights(block: Block | DecoderBlock, *, keep_fp32: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Weight [2 * K * E, D] and bias of keys and values of self-attention, for states that are normed without a weight.
 
     All layers above an exit see the same state there, and their input norms differ only by a weight vector. With that
     folded in, one product with the stacked weights of many layers *fills* them all. `keep_fp32` does not round it to

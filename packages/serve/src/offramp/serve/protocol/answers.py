@@ -176,6 +176,7 @@ class ModelFacts(BaseModel):
     exit_layers: list[int]
     exit_policy: dict[str, object] | None
     max_model_len: int
+    max_source_len: int | None
     run_id: str | None
     config_hash: str | None
     archive_sha256: str | None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offramp.common.exits.policy import ExitPolicy
 
 if TYPE_CHECKING:  # importing it would import torch
-    from offramp.common.checkpoint import Checkpoint
+    from offramp.common.checkpoint import AnyCheckpoint
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class ModelCard:
         eos_token_ids: Every token that ends a text.
         max_model_len: Longest prompt and completion together that the model can read, in tokens.
         cache_tokens: Longest prompt and completion together that the KV cache can hold, in tokens.
+        max_source_len: Longest prompt that the encoder reads, in tokens, beside which `max_model_len` is for the answer
+            alone; None: the model has no encoder.
+        decoder_start_token_id: What the decoder of such a model reads first.
+        block_size: Tokens that a block of the KV cache holds.
         run_id: The training run that the checkpoint comes from, if it says so.
         config_hash: SHA-256 of that run's settings, if the checkpoint says so.
         archive_sha256: hash of the model folder that it was loaded from, if it was one.
@@ -42,6 +46,9 @@ class ModelCard:
     eos_token_ids: frozenset[int]
     max_model_len: int
     cache_tokens: int
+    max_source_len: int | None = None
+    decoder_start_token_id: int | None = None
+    block_size: int = 1
     run_id: str | None = None
     config_hash: str | None = None
     archive_sha256: str | None = None
@@ -49,12 +56,15 @@ class ModelCard:
     @classmethod
     def of(
         cls,
-        checkpoint: Checkpoint,
+        checkpoint: AnyCheckpoint,
         *,
         name: str,
         version: str,
         max_model_len: int,
         cache_tokens: int,
+        max_source_len: int | None = None,
+        decoder_start_token_id: int | None = None,
+        block_size: int = 1,
         archive_sha256: str | None = None,
     ) -> ModelCard:
         """The card of a checkpoint that has just been loaded; the limits are the engine's."""
@@ -62,17 +72,26 @@ class ModelCard:
             name=name,
             version=version,
             created=int(time.time()),
-            vocab_size=checkpoint.config.vocab_size,
-            num_layers=checkpoint.config.num_layers,
+            vocab_size=checkpoint.model.config.vocab_size,
+            num_layers=checkpoint.model.config.num_layers,
             exit_layers=checkpoint.exits.layers,
             policy=checkpoint.policy,
             eos_token_ids=frozenset(checkpoint.eos_token_ids),
             max_model_len=max_model_len,
             cache_tokens=cache_tokens,
+            max_source_len=max_source_len,
+            decoder_start_token_id=decoder_start_token_id,
+            block_size=block_size,
             run_id=checkpoint.provenance.get("run_id"),
             config_hash=checkpoint.provenance.get("settings_sha256"),
             archive_sha256=archive_sha256,
         )
+
+    @property
+    def prompt_limit(self) -> int:
+        """The most tokens of a prompt that can be answered."""
+        longest = self.max_model_len if self.max_source_len is None else self.max_source_len
+        return min(longest, self.cache_tokens)
 
     @property
     def name_and_version(self) -> str:
@@ -92,6 +111,7 @@ class ModelCard:
                 "exit_layers": list(self.exit_layers),
                 "exit_policy": None if self.policy is None else self.policy.to_json(),
                 "max_model_len": self.max_model_len,
+                "max_source_len": self.max_source_len,
                 "run_id": self.run_id,
                 "config_hash": self.config_hash,
                 "archive_sha256": self.archive_sha256,

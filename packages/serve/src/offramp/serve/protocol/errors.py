@@ -92,7 +92,7 @@ def prompt_far_too_long(num_tokens: int, limit: int, param: str) -> ApiError:
         param: The field that carries the prompt.
     """
     return bad_request(
-        f"Prompt and answer may have {limit} tokens together, but your prompt has more than {num_tokens}; shorten it.",
+        f"At most {limit} tokens are taken, but your prompt has more than {num_tokens}; shorten it.",
         param=param,
         code="context_length_exceeded",
     )

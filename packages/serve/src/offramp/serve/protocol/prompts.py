@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from offramp.common.tokenizer import encode_text
+from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.errors import ApiError, bad_request, prompt_far_too_long
 from offramp.serve.protocol.requests import ChatBody, CompletionBody, Message
 
@@ -15,25 +16,28 @@ CHARACTERS_PER_TOKEN = 8
 """More than most texts have; how much of a long one is encoded before all of it is."""
 
 
-def encode_prompts(
-    body: CompletionBody, tokenizer: PreTrainedTokenizerBase, vocab_size: int, limit: int
-) -> list[list[int]]:
+def encode_prompts(body: CompletionBody, tokenizer: PreTrainedTokenizerBase, card: ModelCard) -> list[list[int]]:
     """Token ids of every prompt: text as the tokenizer encodes plain text (its own rule for BOS, once), ids as given.
 
     Args:
         body: The request.
         tokenizer: The model's tokenizer.
-        vocab_size: Number of rows of the model's embedding.
-        limit: The most tokens of a prompt that can be answered.
+        card: The model and its limits.
+
+    Returns:
+        The token ids; where the prompt will be cut, more than are kept of it, but it need not be all.
 
     Raises:
         ApiError: 400 for a prompt without tokens, for an id outside the vocabulary, and for a text that is so much
             too long that nobody need know how long.
     """
-    encoded: list[list[int]] = []
+    vocab_size, encoded = card.vocab_size, list[list[int]]()
+    keeps: Literal["first", "last"] | None = None
+    if body.truncate_prompt_tokens is not None:
+        keeps = "last" if card.max_source_len is None else "first"
     for index, prompt in enumerate(body.prompt):
         where = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
-        ids = _encode(tokenizer, prompt, limit, where) if isinstance(prompt, str) else prompt
+        ids = _encode(tokenizer, prompt, card.prompt_limit, where, keeps) if isinstance(prompt, str) else prompt
         if not ids:
             raise bad_request(f"Invalid value for '{where}': it has no tokens.", param=where)
         for token in ids:
@@ -65,24 +69,34 @@ def encode_chat(body: ChatBody, tokenizer: PreTrainedTokenizerBase, limit: int) 
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program: it may raise anything, and only this request is at fault
         raise _refused(f"The chat template refuses these messages: {error}") from error
-    ids = _encode(tokenizer, str(text), limit, "messages", add_special_tokens=False)
+    ids = _encode(tokenizer, str(text), limit, "messages", None, add_special_tokens=False)
     if not ids:
         raise _refused("The chat template made no tokens of these messages.")
     return ids
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerBase, text: str, limit: int, where: str, *, add_special_tokens: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    limit: int,
+    where: str,
+    keeps: Literal["first", "last"] | None,
+    *,
+    add_special_tokens: bool = True,
 ) -> list[int]:
-    """Token ids of a text.
+    """Token ids of a text, or of as much of it as is needed to keep its first or last ones.
 
     A body's four megabytes take a tokenizer seconds, and others wait meanwhile. So the beginning of a long text is
-    encoded first: where that alone has twice as many tokens as there may be, the whole has too many.
+    encoded first: where that alone has twice as many tokens as there may be, the whole has too many, or there are
+    enough to keep some: the other half has seen to it that these are the whole text's.
     """
     characters = CHARACTERS_PER_TOKEN * limit
     while characters < len(text):
-        ids = encode_text(tokenizer, text[:characters], add_special_tokens=add_special_tokens)
+        part = text[-characters:] if keeps == "last" else text[:characters]
+        ids = encode_text(tokenizer, part, add_special_tokens=add_special_tokens)
         if len(ids) > 2 * limit:
+            if keeps is not None:
+                return ids
             raise prompt_far_too_long(len(ids), limit, where)
         characters *= 4  # long runs of one character are few tokens
     return encode_text(tokenizer, text, add_special_tokens=add_special_tokens)

@@ -280,12 +280,20 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
     echo: bool = False
     best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, json_schema_extra={"not": {"const": 0}})
 
     @field_validator("best_of")
     @classmethod
     def _best_of_is_at_least_n(cls, value: int | None, info: Any) -> int | None:
         if value is not None and value < info.data.get("n", 1):
             raise PydanticCustomError("best_of", "must be at least 'n'")
+        return value
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _something_is_left_of_the_prompt(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise PydanticCustomError("truncate_prompt_tokens", "must be at least 1, or -1 for as many as fit")
         return value
 
     @model_validator(mode="after")

@@ -24,7 +24,6 @@ from offramp.serve.protocol.errors import (
     bad_request,
     busy,
     engine_dead,
-    prompt_too_long,
     queue_full,
     unknown_endpoint,
     unknown_model,
@@ -48,9 +47,10 @@ from offramp.serve.protocol.requests import (
     model_of,
     parse_body,
 )
+from offramp.serve.protocol.room import Room
 from offramp.serve.protocol.sampling import field_at_fault, sampling_params
 from offramp.serve.request.exit_options import ExitOptions
-from offramp.serve.request.request import Request
+from offramp.serve.request.request import Request, prompt_and_source
 from offramp.serve.scheduling.scheduler import QueueFullError
 from offramp.serve.text import Decoder
 
@@ -87,7 +87,6 @@ class OpenAIService:
         self._thread = thread
         self._tokenizer = tokenizer
         self._check = check
-        self._limit = min(card.max_model_len, card.cache_tokens)
         self._endpoints: dict[str, Callable[[str, bytes], Complete | Generation]] = {
             "v1/models": lambda reply_id, body: self._models(),
             f"v1/models/{card.name}": lambda reply_id, body: Complete(200, encode(card.to_json())),
@@ -137,12 +136,23 @@ class OpenAIService:
         parsed = parse_body(CompletionBody, self._addressed(body))
         sequences = parsed.best_of or parsed.n
         self._check_count(len(parsed.prompt), sequences)
-        prompts = encode_prompts(parsed, self._tokenizer, self.card.vocab_size, self._limit)
-        budgets = [self._budget(len(ids), parsed.max_tokens, DEFAULT_COMPLETION_TOKENS, "prompt") for ids in prompts]
+        if parsed.echo and self.card.max_source_len is not None:
+            raise bad_request(
+                "'echo' is not supported by this model, whose answer does not continue the prompt: leave it out.",
+                param="echo",
+                code="unsupported_value",
+            )
+        whole = encode_prompts(parsed, self._tokenizer, self.card)
+        room = Room(self.card, parsed.max_tokens, DEFAULT_COMPLETION_TOKENS, "prompt")
+        prompts = [room.cut(ids, parsed.truncate_prompt_tokens) for ids in whole]
+        budgets = [room.beside(len(ids)) for ids in prompts]
         echoes = prompt_logprobs = None
         if parsed.echo:
             decoder = cast(Decoder, self._tokenizer)
-            echoes = [Echo.of(text, ids, decoder) for text, ids in zip(parsed.prompt, prompts, strict=True)]
+            echoes = [
+                Echo.of(given if ids == uncut else ids, ids, decoder)
+                for given, uncut, ids in zip(parsed.prompt, whole, prompts, strict=True)
+            ]
             # Without a new token the engine has only this to do; it is reported if it was asked for.
             prompt_logprobs = 0 if parsed.logprobs is None and parsed.max_tokens == 0 else parsed.logprobs
         return self._generate(
@@ -160,9 +170,9 @@ class OpenAIService:
     def _chat(self, reply_id: str, body: bytes) -> Generation:
         parsed = parse_body(ChatBody, self._addressed(body))
         self._check_count(1, parsed.n)
-        ids = encode_chat(parsed, self._tokenizer, self._limit)
+        ids = encode_chat(parsed, self._tokenizer, self.card.prompt_limit)
         asked = parsed.max_completion_tokens if parsed.max_tokens is None else parsed.max_tokens
-        budget = self._budget(len(ids), asked, DEFAULT_CHAT_TOKENS, "messages")
+        budget = Room(self.card, asked, DEFAULT_CHAT_TOKENS, "messages").beside(len(ids))
         logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else None
         return self._generate(
             ChatGeneration,
@@ -197,17 +207,19 @@ class OpenAIService:
             for budget in budgets
         ]
         exits = self._exit_options(body.offramp)
+        read = [prompt_and_source(ids, self.card.decoder_start_token_id) for ids in prompts]
         requests = [
             Request(
                 request_id=f"{answer_id}-{index * sequences + sequence}",
-                prompt_token_ids=tuple(ids),
+                prompt_token_ids=prompt,
+                source_token_ids=source,
                 sampling=dataclasses.replace(sampling, sequence=sequence),
                 exits=exits,
                 eos_token_ids=self.card.eos_token_ids,
                 priority=body.offramp.priority,
                 client=body.user,
             )
-            for index, (ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
+            for index, ((prompt, source), sampling) in enumerate(zip(read, samplings, strict=True))
             for sequence in range(sequences)
         ]
         try:
@@ -279,20 +291,6 @@ class OpenAIService:
                 f"{self._thread.max_requests} that this server takes together; send fewer at once.",
                 param="prompt" if num_prompts > 1 else "n",
             )
-
-    def _budget(self, num_tokens: int, asked: int | None, default: int, param: str) -> int:
-        """Most tokens to generate after a prompt of `num_tokens`.
-
-        Raises:
-            ApiError: 400 when the prompt, or it and what is asked for, can never fit.
-        """
-        wanted = 1 if asked is None else asked
-        for limit, what in ((self.card.max_model_len, "context"), (self.card.cache_tokens, "cache")):
-            if num_tokens + wanted > limit:
-                alone = num_tokens + min(wanted, 1) > limit  # not even one more would fit
-                raise prompt_too_long(num_tokens, None if alone else asked, limit, param, what)
-        room = self._limit - num_tokens
-        return min(default, room) if asked is None else asked
 
     def _token_text(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))

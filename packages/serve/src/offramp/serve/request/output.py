@@ -65,7 +65,7 @@ class RequestOutput:
             logprobs=tuple(request.logprobs[first_token:]),
             text=text,
             finish_reason=request.finish_reason,
-            usage=Usage(request.num_prompt_tokens, len(request.output_token_ids)),
+            usage=Usage(request.num_given_tokens, len(request.output_token_ids)),
             error=request.error,
             confidences=tuple(request.confidences[first_token:]),
             prompt_logprobs=tuple(request.prompt_logprobs) if first_token == 0 else (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
@@ -44,12 +45,13 @@ class Request:
 
     Attributes:
         request_id: unique among the requests that have not finished.
-        prompt_token_ids: at least one token.
+        prompt_token_ids: at least one token; what the decoder reads first.
         sampling: how tokens are chosen and when the request ends.
         exits: how deep its tokens run.
         eos_token_ids: the model's end-of-sequence tokens, every one of them.
         priority: requests with a smaller number go first.
         client: whose it is; clients take turns within a priority.
+        source_token_ids: what the encoder of an encoder-decoder model reads; empty for a decoder-only one.
         status: where it is in its life.
         output_token_ids: tokens generated; a token that ended the request is the last of them and is counted.
         exit_layers: for each of them, the number of layers that were run for the row that predicted it.
@@ -75,6 +77,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     client: str = ""
+    source_token_ids: tuple[int, ...] = ()
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     output_token_ids: list[int] = field(default_factory=list, init=False)
     exit_layers: list[int] = field(default_factory=list, init=False)
@@ -99,6 +102,16 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt_token_ids)
+
+    @property
+    def num_source_tokens(self) -> int:
+        """Tokens of the source; 0 without one."""
+        return len(self.source_token_ids)
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Tokens of the text that was given to be read: the source where there is one, else the prompt."""
+        return self.num_source_tokens or self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -144,3 +157,16 @@ class Request:
         if start >= split:
             return generated[start - split : stop - split]
         return [*self.prompt_token_ids[start:stop], *generated[: max(stop - split, 0)]]
+
+
+def prompt_and_source(
+    given: Iterable[int], decoder_start_token_id: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Prompt and source of a request for a text that was given.
+
+    Args:
+        given: its tokens.
+        decoder_start_token_id: what the decoder of an encoder-decoder model reads first, for which the text is the
+            source; None: the model continues the text.
+    """
+    return (tuple(given), ()) if decoder_start_token_id is None else ((decoder_start_token_id,), tuple(given))

@@ -4,6 +4,9 @@
 (`Request.num_exact_tokens`), and requests of any policy start with what it holds of their prompts, but for the last
 token of the prompt, whose logits are needed. A request that is run again takes from it no more than was exact before.
 Whoever would write into a block that others can see writes into a copy.
+
+**Sources.** The keys and values of cross-attention lie in blocks of the same pool. They belong to one request from its
+start to its end, and none of its blocks is shared: what a decoder makes of a text depends on the source too.
 """
 
 from __future__ import annotations
@@ -39,7 +42,11 @@ class BlockTables:
         """Known blocks that a sequence may start with; the last one may reach beyond what it may take over."""
         request = sequence.request
         asked = request.sampling.prompt_logprobs is not None
-        if self._prefix is None or (asked and len(request.prompt_logprobs) < request.num_prompt_tokens - 1):
+        if (
+            self._prefix is None
+            or request.source_token_ids
+            or (asked and len(request.prompt_logprobs) < request.num_prompt_tokens - 1)
+        ):
             return []
         limit = sequence.exact_limit
         # The block that the limit lies in counts if all of it is known and matches.
@@ -53,13 +60,14 @@ class BlockTables:
         self, sequence: SequenceState, hits: Sequence[PrefixNode], running: Iterable[SequenceState]
     ) -> bool:
         """Whether a running sequence is computing the very block that a waiting one lacks after its `hits`."""
-        if self._prefix is None or sequence.request.sampling.prompt_logprobs is not None:
+        request = sequence.request
+        if self._prefix is None or request.source_token_ids or request.sampling.prompt_logprobs is not None:
             return False
         start, stop = len(hits) * self._size, (len(hits) + 1) * self._size
         if stop > sequence.exact_limit:
             return False
         chain = hits[-1].serial if hits else ROOT
-        wanted = sequence.request.tokens(start, stop)
+        wanted = request.tokens(start, stop)
         return any(
             other.chain == chain
             and other.num_known == len(hits)
@@ -71,7 +79,7 @@ class BlockTables:
 
     def num_to_start(self, sequence: SequenceState, hits: Sequence[PrefixNode]) -> int:
         """Available blocks that a waiting sequence takes if it starts with `hits` and computes all tokens it has."""
-        wanted = self._blocks_for(sequence.request.num_tokens)
+        wanted = self._blocks_for(sequence.request.num_tokens) + self._blocks_for(sequence.request.num_source_tokens)
         wanted -= sum(self._pool.is_live(hit.block_id) for hit in hits)
         return wanted + (len(hits) * self._size > sequence.exact_limit)  # a copy
 
@@ -80,11 +88,12 @@ class BlockTables:
         return max(0, self._blocks_for(sequence.request.num_tokens) - len(sequence.blocks))
 
     def start(self, sequence: SequenceState, hits: Sequence[PrefixNode]) -> None:
-        """Give a sequence without blocks what the prefix cache holds of its tokens."""
+        """Give a sequence without blocks what the prefix cache holds of its tokens, and blocks for its source."""
         num_tokens = min(len(hits) * self._size, sequence.exact_limit)
         num_known = num_tokens // self._size
         self._pool.share([hit.block_id for hit in hits])
         sequence.blocks = [hit.block_id for hit in hits]
+        sequence.source_blocks = self._pool.allocate(self._blocks_for(sequence.request.num_source_tokens))
         sequence.num_known = num_known
         sequence.chain = hits[num_known - 1].serial if num_known else ROOT
         sequence.request.num_computed_tokens = sequence.request.num_exact_tokens = num_tokens
@@ -128,7 +137,7 @@ class BlockTables:
         if sequence.early_from is not None:
             exact = min(exact, sequence.early_from)
         request.num_exact_tokens = exact
-        if self._prefix is None:
+        if self._prefix is None or request.source_token_ids:
             return
         while (sequence.num_known + 1) * self._size <= exact:
             index = sequence.num_known
@@ -154,7 +163,9 @@ class BlockTables:
         """
         # Backwards: of a chain of known blocks, the end must be lost before the beginning.
         self._pool.release(sequence.blocks[::-1])
+        self._pool.release(sequence.source_blocks)
         sequence.blocks, sequence.num_known, sequence.chain = [], 0, ROOT
+        sequence.source_blocks, sequence.is_encoded = (), False
 
     def _needs_copy(self, sequence: SequenceState) -> bool:
         """Whether the next token lies in a block that others can see."""

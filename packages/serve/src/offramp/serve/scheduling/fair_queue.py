@@ -3,8 +3,8 @@
 Turns are those of deficit round robin (Shreedhar and Varghese, SIGCOMM 1995), counted in tokens: a client whose turn it
 is may start requests as long as its credit covers them, then it gets a quantum more and goes to the end of the round.
 So over time each client that has something to ask gets an equal share of tokens, whether it asks for them in many small
-requests or in few large ones, and however many it has queued. A request costs the tokens it may need, prompt and
-`max_tokens`; what it turns out not to use is given back to its client.
+requests or in few large ones, and however many it has queued. A request costs the tokens it may need, source, prompt
+and `max_tokens`; what it turns out not to use is given back to its client.
 
 Everything takes constant time, but for the rounds that a request larger than the quantum waits for: at most its cost
 divided by the quantum.
@@ -68,7 +68,7 @@ class FairQueue:
         while True:
             name, client = next(iter(clients.items()))
             request = next(iter(client.requests.values()))
-            if client.credit >= request.max_total_tokens:
+            if client.credit >= _cost(request):
                 return request
             client.credit += self._quantum
             clients.move_to_end(name)
@@ -77,7 +77,7 @@ class FairQueue:
         """Remove the head; its client pays for it."""
         request = self.head()
         assert request is not None, "nothing waits"
-        self._rounds[request.priority][request.client].credit -= request.max_total_tokens
+        self._rounds[request.priority][request.client].credit -= _cost(request)
         self.remove(request.request_id)
         return request
 
@@ -101,3 +101,8 @@ class FairQueue:
         client = self._rounds.get(request.priority, {}).get(request.client)
         if client is not None:
             client.credit += num_tokens
+
+
+def _cost(request: Request) -> int:
+    """Tokens that a request may need."""
+    return request.num_source_tokens + request.max_total_tokens

@@ -10,6 +10,10 @@ Each iteration gives
 2. the rest of the budget to requests that prefill;
 3. what is then left to waiting requests, while there are seats and blocks.
 
+The encoder of an encoder-decoder model reads a source all at once, in the iteration of the request's first rows, and
+its rows count as those of a prompt. The first source of an iteration is read even where it is more than what is left of
+the budget: it cannot be cut, and would wait for ever behind decodes that do not end.
+
 **Rank.** Requests are ranked by priority, the smaller number first, and then by when they were first admitted. Blocks
 are handed out as tokens come, by rank. When there are none, the request of the lowest rank loses all of its own and
 runs again later (preemption by recompute), with its tokens, exits and rank kept. It never takes blocks from a higher
@@ -203,6 +207,7 @@ class Scheduler:
             if request.status.is_finished:
                 continue
             sequence = self._running[request.request_id]
+            sequence.is_encoded = True
             if item.phase is Phase.DECODE and request.request_id not in results:
                 parked.append(request.request_id)
                 continue
@@ -225,7 +230,7 @@ class Scheduler:
             rows = self._config.max_tokens_per_iteration - 1
             rows -= min(rows, sum(s.num_decode_rows for s in self._running.values() if s.decodes))
             rows -= sum(
-                s.num_prefill_tokens - s.request.num_computed_tokens
+                s.num_source_rows + s.num_prefill_tokens - s.request.num_computed_tokens
                 for s in self._running.values()
                 if not s.decodes and s.request.priority <= head.request.priority
             )
@@ -289,6 +294,7 @@ class Scheduler:
         """
         budget = self._config.max_tokens_per_iteration - sum(sequence.num_decode_rows for sequence in decodes)
         scheduled: list[ScheduledRequest] = []
+        num_encoded = 0
         for sequence in running:
             request = sequence.request
             if request.request_id not in self._running:  # a higher rank has just taken its blocks
@@ -300,11 +306,17 @@ class Scheduler:
             else:
                 phase = Phase.PREFILL
                 sequence.last_chosen = self._num_iterations
-                num_tokens = min(budget, sequence.num_prefill_tokens - request.num_computed_tokens)
+                num_source, left = sequence.num_source_rows, budget
+                if num_source:
+                    # The decoder's first row comes with the source.
+                    left = max(budget - num_source, 0 if num_encoded else min(budget, 1))
+                num_tokens = min(left, sequence.num_prefill_tokens - request.num_computed_tokens)
             num_tokens = self._provide_blocks(sequence, num_tokens, copies)
             if num_tokens:
                 scheduled.append(sequence.rows(phase, num_tokens, self._num_layers))
-                budget -= num_tokens if phase is Phase.PREFILL else 0
+                if phase is Phase.PREFILL:
+                    num_encoded += sequence.num_source_rows
+                    budget = max(0, budget - sequence.num_source_rows - num_tokens)
         return scheduled
 
     def _provide_blocks(self, sequence: SequenceState, num_tokens: int, copies: list[tuple[int, int]]) -> int:

@@ -33,6 +33,10 @@ class ScheduledRequest(NamedTuple):
             run again after a preemption, and where no token is asked for (`max_tokens` 0).
         exit_layers: for prefill rows that run again after a preemption, the layers each of them ran at first and leaves
             at again (those of the prompt ran all layers); None: prefill rows run all layers.
+        source_table: ids of the blocks for keys and values of cross-attention, in the order of the source's tokens;
+            empty without a source. Nobody else refers to them, and they stay the same until the request ends or is
+            preempted.
+        encodes: whether the source must be encoded into them before these rows run.
     """
 
     request: Request
@@ -42,6 +46,8 @@ class ScheduledRequest(NamedTuple):
     block_table: tuple[int, ...]
     samples: bool
     exit_layers: tuple[int, ...] | None = None
+    source_table: tuple[int, ...] = ()
+    encodes: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -69,5 +75,10 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the iteration."""
+        """Rows of the iteration, those of the encoder apart."""
         return sum(item.num_tokens for item in self.scheduled)
+
+    @property
+    def num_source_tokens(self) -> int:
+        """Rows of the encoder."""
+        return sum(item.request.num_source_tokens for item in self.scheduled if item.encodes)

@@ -18,6 +18,8 @@ class SequenceState:
         request: the request.
         order: counts first admissions; kept when it is preempted.
         blocks: its block table.
+        source_blocks: the block table of its source; empty without one.
+        is_encoded: whether the keys and values of its source are in these.
         num_known: blocks at its beginning that the prefix cache knows.
         chain: serial number of the last of these, or `ROOT`.
         early_from: `fill`, `static`: position of the first token that left early; keys and values from there on are not
@@ -31,6 +33,8 @@ class SequenceState:
     request: Request
     order: int = -1
     blocks: list[int] = field(default_factory=list)
+    source_blocks: tuple[int, ...] = ()
+    is_encoded: bool = False
     num_known: int = 0
     chain: int = ROOT
     early_from: int | None = None
@@ -47,6 +51,11 @@ class SequenceState:
     def num_prefill_tokens(self) -> int:
         """Tokens to compute before it decodes: the prompt, and after a preemption all but the newest token."""
         return max(self.request.num_prompt_tokens, self.request.num_tokens - 1)
+
+    @property
+    def num_source_rows(self) -> int:
+        """Rows of the encoder that must run, all at once, before any other."""
+        return 0 if self.is_encoded else self.request.num_source_tokens
 
     @property
     def decodes(self) -> bool:
@@ -92,4 +101,6 @@ class SequenceState:
             block_table=tuple(self.blocks),
             samples=stop == request.num_tokens and request.sampling.max_tokens > 0,
             exit_layers=exit_layers,
+            source_table=self.source_blocks,
+            encodes=self.num_source_rows > 0,
         )

@@ -24,7 +24,6 @@ from typing import Any
 import yaml
 
 from offramp.common.errors import OfframpError
-from offramp.common.model.config import refuse_encoder_decoder
 from offramp.serve.torchserve.checksums import SUMS, folder_sha256, format_sums
 from offramp.serve.torchserve.settings import HandlerSettings, WorkerSettings, model_config
 
@@ -219,22 +218,11 @@ def _checkpoint_files(checkpoint: Path) -> list[Path]:
     names = {file.name for file in files}
     if "config.json" not in names:
         raise OfframpError(f"{checkpoint} has no config.json, so it is not a checkpoint directory.")
-    _check_family(checkpoint / "config.json")
     if not any(name.endswith(".safetensors") for name in names):
         raise OfframpError(f"{checkpoint} has no *.safetensors file; only safetensors weights are served.")
     if not any(name.startswith("tokenizer") or name == "vocab.json" for name in names):
         raise OfframpError(f"{checkpoint} holds no tokenizer; copy tokenizer.json and tokenizer_config.json into it.")
     return files
-
-
-def _check_family(file: Path) -> None:
-    """Raise `OfframpError` for a model that the engine does not have; what else is wrong is found by loading it."""
-    try:
-        hf_config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        return
-    if isinstance(hf_config, dict):
-        refuse_encoder_decoder(hf_config)
 
 
 def _belongs(path: Path) -> bool:
