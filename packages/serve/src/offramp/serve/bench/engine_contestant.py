@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offramp.common.checkpoint import Checkpoint
+from offramp.common.checkpoint import AnyCheckpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
@@ -97,7 +97,7 @@ class EngineContestant:
         )
 
 
-def exit_options(variant: Variant, checkpoint: Checkpoint) -> ExitOptions:
+def exit_options(variant: Variant, checkpoint: AnyCheckpoint) -> ExitOptions:
     """How deep a variant's sequences run.
 
     Raises:
