@@ -26,7 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A v1.1 with exits that share its head."""
     root = tmp_path_factory.mktemp("t5")
     t5_directory(root / "hf", **SHAPES["v1.1"])
-    import_model(str(root / "hf"), root / "model", exits=NewExits(ExitConfig((1, 3), "final")))
+    import_model(str(root / "hf"), root / "model", exits=NewExits(ExitConfig((1, 3), "final", classifier=True)))
     return root / "model"
 
 
@@ -60,6 +60,9 @@ def test_exits_follow_the_options(directory: Path, capsys: pytest.CaptureFixture
     assert layers("--kv-policy", "static", "--exit-layer", "3") == [4] + [3] * 9
     assert layers("--kv-policy", "recompute", "--threshold", "-2", "--max-pending", "2") == [4, 1, 1] * 3 + [4]
     assert layers("--kv-policy", "full") == [4] * 10
+    # They were never trained: half sure of everything.
+    assert layers("--threshold", "0.49", "--measure", "classifier", "--min-exit-layer", "2") == [4] + [3] * 9
+    assert layers("--threshold", "0.5", "--measure", "classifier") == [4] * 10
 
 
 def test_the_options_of_the_engine_are_taken(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

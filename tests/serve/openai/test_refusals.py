@@ -11,15 +11,29 @@ import pytest
 
 from helpers.openai_service import CHAT, COMPLETIONS, Engine, answer, body, card, chat_body, collect, events, refusal
 from helpers.tiny import tiny_tokenizer
+from offramp.common.exits.config import ExitConfig
 from offramp.serve.engine_thread import EngineThread
+from offramp.serve.execution.kv_policy import check_exits
 from offramp.serve.protocol import prompts
 from offramp.serve.protocol.replies import Complete, Generation
 from offramp.serve.protocol.service import OpenAIService
+from offramp.serve.request.request import Request
 
 
 @pytest.mark.parametrize("path", ["", "v1", "v1/embeddings", "v1/completions/x", "../v1/completions"])
 def test_unknown_endpoints_are_404(service: OpenAIService, path: str) -> None:
     assert COMPLETIONS in refusal(service.open(path, b"{}", "1"), 404)["message"]
+
+
+def test_a_measure_that_the_model_cannot_take_is_named(thread: EngineThread) -> None:
+    def check(request: Request) -> None:
+        check_exits(request.exits, None, ExitConfig((1, 2)), 300)
+
+    service = OpenAIService(thread, tiny_tokenizer(), card(), check=check)
+    asked = {"measure": "classifier", "threshold": 0.5}
+    error = refusal(service.open(COMPLETIONS, body(prompt=[4], offramp=asked), "1"), 400)
+    assert error["param"] == "offramp.measure"
+    assert "this model has none" in error["message"]
 
 
 def test_an_unknown_model_is_404_and_names_what_is_served(service: OpenAIService) -> None:
