@@ -165,7 +165,7 @@ class EngineShelf:
             )
         return EngineContestant(self._engines[config, variant.head], variant)
 
-    def check(self, variant: Variant, checkpoint: Checkpoint) -> None:
+    def check(self, variant: Variant, checkpoint: AnyCheckpoint) -> None:
         """Raise `OfframpError` if its settings cannot be, on any machine; nothing is loaded."""
         max_model_len(self._config(variant, _BLOCK_SIZE), checkpoint.config)
         exits = checkpoint.exits if self._exits is None else self._exits
