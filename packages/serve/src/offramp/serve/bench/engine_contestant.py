@@ -167,9 +167,9 @@ class EngineShelf:
 
     def check(self, variant: Variant, checkpoint: AnyCheckpoint) -> None:
         """Raise `OfframpError` if its settings cannot be, on any machine; nothing is loaded."""
-        max_model_len(self._config(variant, _BLOCK_SIZE), checkpoint.config)
+        max_model_len(self._config(variant, _BLOCK_SIZE), checkpoint.model.config)
         exits = checkpoint.exits if self._exits is None else self._exits
-        check_exits(exit_options(variant, checkpoint), checkpoint.policy, exits, checkpoint.config.vocab_size)
+        check_exits(exit_options(variant, checkpoint), checkpoint.policy, exits, checkpoint.model.config.vocab_size)
 
     def _config(self, variant: Variant, size: int) -> EngineConfig:
         """Settings with room for the workloads, in blocks of `size` tokens."""
