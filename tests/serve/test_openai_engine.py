@@ -209,9 +209,10 @@ def test_what_the_engine_can_never_do_is_400_at_once(
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "colour"}}}},
             "response_format",
         ),
+        ({"structured_outputs": {"regex": "a"}, "stop_token_ids": list(range(300))}, "structured_outputs"),
     ],
 )
-def test_a_language_that_cannot_be_compiled_is_400_as_soon_as_that_is_known(
+def test_a_language_that_nothing_can_be_said_in_is_400_as_soon_as_that_is_known(
     service: OpenAIService, fields: dict[str, Any], param: str
 ) -> None:
     reply = service.open(COMPLETIONS, json.dumps({"model": "m", "prompt": "one", **fields}).encode(), "compiled")

@@ -8,7 +8,7 @@ from helpers.requests import NUM_LAYERS, make_request, make_scheduler
 from helpers.scheduling import EARLY, finish, names, rows, step
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.iteration_result import IterationResult, TokenLogprobs
-from offramp.serve.request.request import Request
+from offramp.serve.request.request import Blame, Request
 from offramp.serve.scheduling.scheduler import Scheduler
 from offramp.serve.scheduling.scheduler_output import Phase
 
@@ -140,19 +140,19 @@ def test_equal_prompts_at_the_same_time_are_computed_once() -> None:
     assert rows(step(scheduler))[1:] == [("b", Phase.PREFILL, 8, 1), ("c", Phase.PREFILL, 8, 1)]
 
 
-@pytest.mark.parametrize("is_numeric", [True, False])
-def test_what_a_request_with_wrong_numbers_computed_is_not_used_again(is_numeric: bool) -> None:
+@pytest.mark.parametrize("blame", ["numbers", "request", "engine"])
+def test_what_a_request_with_wrong_numbers_computed_is_not_used_again(blame: Blame) -> None:
     scheduler = cached_scheduler(budget=8)
     prompt = tuple(range(12))
     scheduler.add(make_request("bad", prompt=prompt, max_tokens=4))
     step(scheduler)
     output = scheduler.schedule()
-    scheduler.fail("bad", "its logits are not finite.", is_numeric=is_numeric)
+    scheduler.fail("bad", "its logits are not finite.", blame)
     scheduler.update(output, {})
     good = make_request("good", prompt=prompt, max_tokens=4)
     scheduler.add(good)
     finish(scheduler)
-    assert good.num_cached_tokens == (0 if is_numeric else 8)
+    assert good.num_cached_tokens == (0 if blame == "numbers" else 8)
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from offramp.common.errors import OfframpError
 from offramp.serve.protocol.echo import Echo
 from offramp.serve.protocol.errors import ApiError, internal
 from offramp.serve.request.iteration_result import TokenLogprobs
@@ -190,7 +191,8 @@ class Generation(ABC):
 
     def _advance(self, choice: _Choice, output: RequestOutput) -> None:
         if output.finish_reason not in (None, "stop", "length"):
-            self._end_with_error(RuntimeError(output.error or f"the request was {output.finish_reason}"))
+            why = output.error or f"the request was {output.finish_reason}"
+            self._end_with_error(OfframpError(why) if output.blame == "request" else RuntimeError(why))
             return
         text, logprobs = ("", []) if choice.heard else self._opening(choice, output)
         choice.heard = True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from offramp.serve.measures.records import RequestMetrics
 from offramp.serve.request.iteration_result import TokenLogprobs
-from offramp.serve.request.request import FinishReason, Request
+from offramp.serve.request.request import Blame, FinishReason, Request
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class RequestOutput:
         finish_reason: None while the request goes on.
         usage: tokens so far.
         error: why it failed, one sentence, if `finish_reason` is `error`.
+        blame: what was at fault then.
         confidences: for each new token, what the exit test measured; None at the final exit.
         prompt_logprobs: of every token of the prompt but the first, if asked for: all of them with the first output.
         metrics: its times and what happened to it; with the last output only.
@@ -52,6 +53,7 @@ class RequestOutput:
     confidences: tuple[float | None, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     metrics: RequestMetrics | None = None
+    blame: Blame | None = None
 
     @classmethod
     def of(
@@ -70,4 +72,5 @@ class RequestOutput:
             confidences=tuple(request.confidences[first_token:]),
             prompt_logprobs=tuple(request.prompt_logprobs) if first_token == 0 else (),
             metrics=metrics,
+            blame=request.blame,
         )

@@ -13,6 +13,8 @@ from offramp.serve.request.iteration_result import SampledToken, TokenLogprobs
 from offramp.serve.request.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Blame = Literal["request", "numbers", "engine"]
+"""Why a request has failed: it asked for what cannot be, its logits are not finite, or anything else."""
 
 
 class RequestStatus(Enum):
@@ -68,6 +70,7 @@ class Request:
             started.
         num_preemptions: how often its blocks were taken for another request, so that it had to run again.
         error: why it failed, one sentence; None otherwise.
+        blame: what was at fault then.
     """
 
     request_id: str
@@ -91,6 +94,7 @@ class Request:
     num_cached_tokens: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
     error: str | None = field(default=None, init=False)
+    blame: Blame | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

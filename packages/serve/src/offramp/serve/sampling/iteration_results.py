@@ -18,7 +18,7 @@ from torch import Tensor
 from offramp.serve.execution.departures import Departure
 from offramp.serve.request.iteration_result import IterationResult, SampledToken, TokenLogprobs
 from offramp.serve.request.logits_use import LogitsUse
-from offramp.serve.request.request import Request
+from offramp.serve.request.request import Blame, Request
 from offramp.serve.sampling.sampler import Sample, SamplingState, logprobs, prompt_logprobs, sample
 from offramp.serve.sampling.verification import Drafting, NoTokenError
 
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 class Fail(Protocol):
     """Ends a request that cannot go on (`Scheduler.fail`)."""
 
-    def __call__(self, request_id: str, error: str, *, is_numeric: bool = False) -> object:
-        """Is told why, in one sentence, and whether the request's numbers are at fault."""
+    def __call__(self, request_id: str, error: str, blame: Blame = "engine") -> object:
+        """Is told why, in one sentence, and what is at fault."""
         ...
 
 
@@ -128,13 +128,13 @@ class IterationResults:
             log.error("request %s failed", request_id, exc_info=fault)
             self._fail(request_id, f"no token can be chosen: {type(fault).__name__}: {fault}")
         elif state.sampling.fault is not None:
-            self._fail(request_id, state.sampling.fault)
+            self._fail(request_id, state.sampling.fault, "request")
         else:
             self._fail(
                 request_id,
                 f"the logits at layer {layer} are not finite, so no token can be chosen; the weights are damaged or "
                 "too large for the engine's dtype",
-                is_numeric=True,
+                "numbers",
             )
 
     def _choose(self, departure: Departure, places: Sequence[int]) -> None:

@@ -43,7 +43,7 @@ from offramp.serve.config import EngineConfig
 from offramp.serve.kv_cache.block_pool import BlockPool
 from offramp.serve.kv_cache.prefix_cache import PrefixNode
 from offramp.serve.request.iteration_result import IterationResult
-from offramp.serve.request.request import Request, RequestStatus
+from offramp.serve.request.request import Blame, Request, RequestStatus
 from offramp.serve.scheduling.admission_queue import AdmissionQueue
 from offramp.serve.scheduling.block_tables import BlockTables
 from offramp.serve.scheduling.depth_grouping import similar_depths
@@ -135,24 +135,24 @@ class Scheduler:
         """
         return self._end(request_id, RequestStatus.CANCELLED)
 
-    def fail(self, request_id: str, error: str, *, is_numeric: bool = False) -> Request | None:
+    def fail(self, request_id: str, error: str, blame: Blame = "engine") -> Request | None:
         """End a request that cannot be computed.
 
         Args:
             request_id: which.
             error: why, one sentence.
-            is_numeric: whether its numbers are at fault, such as logits that are not finite. Then what it has computed
-                or taken over may be the cause, and nobody else is to fail of it: its blocks leave the prefix cache.
+            blame: what is at fault. Where it is its numbers, what it has computed or taken over may be the cause, and
+                nobody else is to fail of it: its blocks leave the prefix cache.
 
         Returns:
             The request, or None if no unfinished request has this id.
         """
         sequence = self._running.get(request_id)
-        if sequence is not None and is_numeric:
+        if sequence is not None and blame == "numbers":
             self._tables.withdraw(sequence)
         request = self._end(request_id, RequestStatus.FAILED)
         if request is not None:
-            request.error = error
+            request.error, request.blame = error, blame
         return request
 
     def schedule(self) -> SchedulerOutput:
