@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -205,6 +206,22 @@ def test_a_port_in_use_is_a_clear_error(checkpoint: Path, tmp_path: Path) -> Non
             TorchServe(folder, port=port)
     with pytest.raises(OfframpError, match="port 99999"):
         TorchServe(folder, port=99999)
+
+
+def test_the_management_lies_above_a_fixed_port(checkpoint: Path, tmp_path: Path) -> None:
+    folder = archive(checkpoint, tmp_path / "m", name="m")
+    port = next(port for port in range(20_000, 60_000, 2) if all(map(_is_free, (port, port + 1))))
+    run = tmp_path / "run"
+    assert TorchServe(folder, port=port, run_folder=run, manage=True).management_url == f"http://127.0.0.1:{port + 1}"
+    with socket.create_server(("127.0.0.1", port + 1)):
+        other = TorchServe(folder, port=port, run_folder=run, manage=True)
+        assert other.management_url != f"http://127.0.0.1:{port + 1}"
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        return True
+    return False
 
 
 @pytest.mark.parametrize(

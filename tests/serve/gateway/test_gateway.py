@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -188,7 +189,10 @@ def test_a_whole_answer_that_is_cut_behind_is_an_error(gateway: Opened, torchser
     assert (status, answer["error"]["code"]) == (503, "server_gone")
 
 
-def test_a_version_by_its_name_and_a_switch_of_the_default(gateway: Opened, torchserve: FakeTorchServe) -> None:
+def test_a_version_by_its_name_and_a_switch_of_the_default(
+    gateway: Opened, torchserve: FakeTorchServe, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     eventually(lambda: ready(gateway))
 
     def asked(version: str) -> bool:
@@ -207,13 +211,15 @@ def test_a_version_by_its_name_and_a_switch_of_the_default(gateway: Opened, torc
         return asked("2.0")
 
     eventually(told_of_the_new_one)
+    eventually(lambda: "Model m: version 2.0 answers" in caplog.text)
     eventually(lambda: ready(gateway))
     # Gone before the gateway has looked again: it looks, and asks the new one.
     torchserve.default, torchserve.versions = "1.0", {"1.0"}
     assert gateway.complete()[0] == 200
 
 
-def test_readiness_tells_the_truth() -> None:
+def test_readiness_tells_the_truth(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     engine = Engine()
     with FakeTorchServe(engine).running() as torchserve:
         models = {"m": {"url": torchserve.url, "version": "1.0"}}
@@ -230,7 +236,12 @@ def test_readiness_tells_the_truth() -> None:
         assert opened.ask("GET", "/health/live")[0] == 200
         status, _, said = opened.ask("GET", "/health/ready")
         assert status == 503
-        assert "Not ready: model m: it" in said.decode()
+        assert "Not ready: model m: it does not answer." in said.decode(), "and not where it was asked for"
+        assert "Model m: version 1.0 answers" in caplog.text
+        assert (
+            f"Model m: it does not answer: ClientConnectorError Cannot connect to host {torchserve.url[7:]}"
+            in caplog.text
+        )
         assert opened.ask("GET", "/v1/models/m")[0] == 503
 
 

@@ -121,21 +121,7 @@ def _serve(folder: Path, options: argparse.Namespace) -> None:
         _say(f"Ready after {time.monotonic() - began:.1f} s: {server.name} {server.version}, log {server.log}")
         if server.version != made_for:
             _say(f"{server.version} was deployed here before and answers again, not {made_for}.")
-        example = {"model": server.name, "prompt": "Once upon a time", "max_tokens": 32}
-        if server.key_file is not None:
-            where = f"--to {server.management_url} --inference {server.inference_url}"
-            folders = f"--store {shlex.quote(str(server.store))} --key-file {shlex.quote(str(server.key_file))}"
-            print(
-                f"\nkeys: {server.key_file}\nofframp deploy models:/NAME@ALIAS --name {server.name} {where} {folders}",
-                flush=True,
-            )
-        print(
-            f"\ncurl {server.base_url}/completions -H 'content-type: application/json' "
-            f"-d {shlex.quote(json.dumps(example))}\n\n"
-            f'client = openai.OpenAI(base_url="{server.base_url}", api_key="none")\n\n'
-            f"metrics: {server.metrics_url}\nStop with Ctrl-C.",
-            flush=True,
-        )
+        print(f"{_how_to_ask(server)}\nmetrics: {server.metrics_url}\nStop with Ctrl-C.", flush=True)
         while True:
             if server.wait_for_end(0.5):
                 _start_again(server, options.ready_timeout)
@@ -147,6 +133,28 @@ def _serve(folder: Path, options: argparse.Namespace) -> None:
         raise
     finally:
         server.stop(keep_log=keep_log)
+
+
+def _how_to_ask(server: TorchServe) -> str:
+    """What to run against the server, ready to be pasted."""
+    example = {"model": server.name, "prompt": "Once upon a time", "max_tokens": 32}
+    curl = f"curl {server.base_url}/completions -H 'content-type: application/json'"
+    key, of_gateway = "none", ""
+    if server.key_file is not None:
+        key = "INFERENCE_KEY"
+        curl += f" -H 'authorization: Bearer {key}'"
+        file, store = shlex.quote(str(server.key_file)), shlex.quote(str(server.store))
+        of_gateway = (
+            f"\nofframp deploy CHECKPOINT_OR_MODELS_URI --name {server.name} --to {server.management_url} "
+            f"--inference {server.inference_url} --store {store} --key-file {file}\n\n"
+            f"models:  # of `offramp gateway`, whose keys last\n  {server.name}:\n    url: {server.inference_url}\n"
+            f"    management: {server.management_url}\n    key_file: {server.key_file}\n\n"
+            f"{key} is that of `inference` in {server.key_file}, and good for an hour:\n"
+        )
+    return (
+        f"{of_gateway}\n{curl} -d {shlex.quote(json.dumps(example))}\n\n"
+        f'client = openai.OpenAI(base_url="{server.base_url}", api_key="{key}")\n'
+    )
 
 
 def _start_again(server: TorchServe, timeout_s: float) -> None:

@@ -82,16 +82,20 @@ class Deployment:
 
     async def look(self) -> None:
         """Asks for its version and whether it answers."""
-        before = self.unready
+        before = self.unready, self.version
+        cause = ""
         try:
             self.unready = await self._look()
-        except FAULTS:
-            self.unready = "it does not answer"
+        except FAULTS as error:
+            # Addresses and errors of what stands behind are for the log; whoever asks whether it is ready gets neither.
+            self.unready, cause = "it does not answer", f": {type(error).__name__} {error}"
         except Exception as error:  # whatever it says, it is asked again
             log_fault(log, f"Model {self._name} could not be asked", error)
             self.unready = "what it answers is not understood"
-        if self.unready != before:
-            log.warning("Model %s: %s", self._name, self.unready or f"version {self.version} answers")
+        if self.unready is not None and self.unready != before[0]:
+            log.warning("Model %s: %s%s", self._name, self.unready, cause)
+        elif (self.unready, self.version) != before:
+            log.info("Model %s: version %s answers", self._name, self.version)
 
     async def find_version(self) -> None:
         """Asks TorchServe for the version that is its default now, where that is what answers."""

@@ -111,7 +111,8 @@ def log_to(settings: DoorSettings) -> None:
     Raises:
         OfframpError: The file cannot be written.
     """
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("offramp.serve").setLevel(logging.INFO)
     try:
         handler = logging.StreamHandler() if settings.access_log is None else logging.FileHandler(settings.access_log)
     except OSError as error:

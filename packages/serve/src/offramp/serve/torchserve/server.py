@@ -75,8 +75,8 @@ class TorchServe:
             `stop`. One that was used before gives its ports, as far as they are free, and what was registered then:
             its default version answers again, and not `model_folder` if that was taken out.
         threads: CPU threads of the worker; None takes all that this process may use.
-        manage: Let other versions be registered. As a handler is a program, TorchServe then wants its keys
-            (`key_file`), for requests as well.
+        manage: Let other versions be registered, on the port above the one for answers if that is fixed and the other
+            one free. As a handler is a program, TorchServe then wants its keys (`key_file`), for requests as well.
     """
 
     def __init__(
@@ -101,9 +101,10 @@ class TorchServe:
         else:
             self.run_folder = run_folder.resolve()
             self.run_folder.mkdir(parents=True, exist_ok=True)
-        management, self._metrics_port, grpc_inference, grpc_management = _free_ports(
-            _ports_before(self.run_folder / _CONFIGURATION), taken=self.port
-        )
+        wanted = _ports_before(self.run_folder / _CONFIGURATION)
+        if manage and port and not wanted[0]:
+            wanted[0] = port + 1  # where `offramp deploy` and gateways look for it
+        management, self._metrics_port, grpc_inference, grpc_management = _free_ports(wanted, taken=self.port)
         self._management_port = management
         self._grpc_ports = (grpc_inference, grpc_management)
         self._temporary: Path | None = None
