@@ -124,7 +124,7 @@ def schemathesis(
     """
     folder.mkdir(parents=True)
     fitting = {
-        "SCHEMATHESIS_HOOKS": "benchmarks.door.fitting_requests",
+        "SCHEMATHESIS_HOOKS": "benchmarks.door.schemathesis_hooks",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
         "OFFRAMP_FITTING_MODEL": door.model,
         "OFFRAMP_FITTING_VOCABULARY": str(vocabulary),

@@ -1,22 +1,15 @@
-"""Hooks of schemathesis: hardly a request made by chance is one that a model could answer; with these, many are.
+"""Hardly a request made by chance is one that a model could answer; these are nearer to it.
 
 What is right stays right and what is wrong stays wrong: only numbers that the document allows, and that no small model
-takes, become smaller ones, and every model is the one that is served. `SCHEMATHESIS_HOOKS` names this module; the name
-of the model and the size of its vocabulary come in the environment.
+takes, become smaller ones, and every model is the one that is served.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
-
-import schemathesis
-
-MODEL, VOCABULARY = "OFFRAMP_FITTING_MODEL", "OFFRAMP_FITTING_VOCABULARY"
-"""Names of what is read in the environment."""
 
 _MOST: Mapping[str, tuple[int, float]] = {
     "n": (2, 128),
@@ -62,9 +55,3 @@ def _in_vocabulary(value: Any, vocabulary: int) -> Any:
     if isinstance(value, list):
         return [_in_vocabulary(item, vocabulary) for item in value]
     return int(value) % vocabulary if _whole(value) and vocabulary <= value < 2**63 else value
-
-
-@schemathesis.hook
-def map_body(context: object, body: Any) -> Any:
-    """Of schemathesis: called with every body that it makes."""
-    return fitting(body, model=os.environ[MODEL], vocabulary=int(os.environ[VOCABULARY]))

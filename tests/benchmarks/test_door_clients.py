@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.door.client_commands import schemathesis
+from benchmarks.door.fitting_requests import fitting
 from benchmarks.door.servers import Door
 from benchmarks.door_clients import Row, differences, visit
 
@@ -59,9 +60,6 @@ def test_requests_are_counted_where_the_door_has_written_them(door: Door, tmp_pa
 
 
 def test_a_request_that_is_made_to_fit_stays_right_or_wrong() -> None:
-    pytest.importorskip("schemathesis", reason="schemathesis wants Python 3.11")
-    from benchmarks.door.fitting_requests import fitting
-
     right = {"model": "x", "n": 100, "max_tokens": 9e9, "prompt": [[5, 300]], "logit_bias": {"301": 1}, "stop": "a"}
     fits = {"model": "m", "n": 2, "max_tokens": 8, "prompt": [[5, 0]], "logit_bias": {"1": 1}, "stop": "a"}
     assert fitting(right, model="m", vocabulary=300) == fits

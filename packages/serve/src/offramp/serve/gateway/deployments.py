@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 FAULTS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 """What TorchServe does not answer with, but is met with instead of an answer."""
 
+_CUT_OFF = "it has ended a connection"
+
 
 @dataclass(frozen=True)
 class Target:
@@ -79,10 +81,18 @@ class Deployment:
         self.card: dict[str, Any] | None = None
         self._card_version: str | None = None
         self.unready: str | None = "it has not been asked yet"
+        self._cuts = 0
+
+    def cut_off(self) -> None:
+        """A request has ended for want of its server: it is taken for not ready until it has been asked again."""
+        self._cuts += 1
+        if self.unready is None:
+            self.unready = _CUT_OFF
+            log.warning("Model %s: %s", self._name, self.unready)
 
     async def look(self) -> None:
         """Asks for its version and whether it answers."""
-        before = self.unready, self.version
+        before, cuts = (self.unready, self.version), self._cuts
         cause = ""
         try:
             self.unready = await self._look()
@@ -92,6 +102,8 @@ class Deployment:
         except Exception as error:  # whatever it says, it is asked again
             log_fault(log, f"Model {self._name} could not be asked", error)
             self.unready = "what it answers is not understood"
+        if self.unready is None and cuts != self._cuts:  # what it said may have been said before
+            self.unready = _CUT_OFF
         if self.unready is not None and self.unready != before[0]:
             log.warning("Model %s: %s%s", self._name, self.unready, cause)
         elif (self.unready, self.version) != before:

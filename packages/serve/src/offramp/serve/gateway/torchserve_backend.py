@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 _MAX_ANSWER_BYTES = 64_000_000
 # Well before a server or a proxy between ends a quiet connection: a request that is sent just then is lost.
 _IDLE_CONNECTION_S = 4.0
+_GONE = "server_gone"
 _PASSED_ON = ("offramp-version", "offramp-run-id", "offramp-config-hash", "retry-after")
 
 
@@ -153,6 +154,10 @@ class TorchServeBackend:
             if error is not None and status == 200:
                 status = status_of(error)
             yield Answer(status, body, JSON, named, target.name, upstream_id)
+        except ApiError as error:  # also of a stream, in the middle
+            if error.code == _GONE:
+                deployment.cut_off()
+            raise
         finally:
             # Gives back a connection whose answer has been read to its end, and ends any other.
             response.close()
@@ -199,7 +204,7 @@ def _gone(error: Exception) -> ApiError:
         503,
         "The model's server has ended the connection, or takes none; send the request again.",
         type="server_error",
-        code="server_gone",
+        code=_GONE,
         headers={"Retry-After": "2"},
     )
 
