@@ -32,7 +32,8 @@ RIGHT, WRONG = (GenerationMode(name) for name in ("positive", "negative"))
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_MODEL_LEN = 512  # so that nobody gets a long answer
 NO_DOCUMENT_CAN_SAY = (
-    "it has no tokens|maximum context length|cannot be followed|at least 'n'|above 'n'|leave one of them out|not both"
+    "it has no tokens|maximum context length|cannot be followed|within its constraint|the model has exits at|"
+    "at least 'n'|above 'n'|leave one of them out|not both"
 )
 """Why a request may be refused that is as the document says: what depends on the model, or on two fields together."""
 
