@@ -106,7 +106,7 @@ class Deployment:
             self.unready = _CUT_OFF
         if self.unready is not None and self.unready != before[0]:
             log.warning("Model %s: %s%s", self._name, self.unready, cause)
-        elif (self.unready, self.version) != before:
+        elif self.unready is None and (None, self.version) != before:
             log.info("Model %s: version %s answers", self._name, self.version)
 
     async def find_version(self) -> None:
