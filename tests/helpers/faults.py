@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from offramp.common.errors import OfframpError
 from offramp.train import shared_directory
@@ -46,6 +48,8 @@ class Impatience(pl.Callback):
             assert isinstance(trainer.strategy, DeepSpeedPipelineStrategy)
             links = trainer.strategy.engine.links
             links.limit_to(links.limit / 100)
+            # Checkpoints are agreed on by all processes, whose group got its limit when they met.
+            _set_pg_timeout(links.limit, dist.group.WORLD)
 
 
 class Death(pl.Callback):

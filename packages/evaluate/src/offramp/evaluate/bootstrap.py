@@ -1,0 +1,62 @@
+"""How far a mean, or a ratio of means, may be off: percentile bootstrap over rows (Efron, 1979)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+_RESAMPLES = 2000
+_CHUNK = 1 << 22  # draws at a time
+
+
+class Interval(NamedTuple):
+    """A value and the ends of its 95% confidence interval; NaN where there is no value."""
+
+    value: float
+    low: float
+    high: float
+
+
+def mean(values: Sequence[float]) -> Interval:
+    """Of values of independent rows; NaN without any."""
+    if not len(values):
+        return _NOTHING
+    given = np.asarray(values, dtype=np.float64)
+    return _interval(float(given.mean()), _means(given[None])[0])
+
+
+def ratio(top: Sequence[float], bottom: Sequence[float]) -> Interval:
+    """Mean of some values over the mean of others of the same rows, drawn in pairs; NaN where the latter is 0."""
+    pair = np.array([top, bottom], dtype=np.float64)
+    if not pair.shape[1] or not pair[1].any():
+        return _NOTHING
+    tops, bottoms = _means(pair)
+    drawn = tops[bottoms != 0] / bottoms[bottoms != 0]
+    return _interval(float(pair[0].mean() / pair[1].mean()), drawn)
+
+
+def difference(a: Sequence[float], b: Sequence[float]) -> Interval:
+    """Mean of some values less the mean of others of the same rows, drawn in pairs."""
+    return mean((np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)).tolist())
+
+
+_NOTHING = Interval(float("nan"), float("nan"), float("nan"))
+
+
+def _means(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """[K, R] means of K rows of values over the same resamples, with a fixed seed."""
+    generator, n = np.random.default_rng(0), values.shape[1]
+    at_once = max(1, _CHUNK // n)
+    chunks: list[npt.NDArray[np.float64]] = []
+    for start in range(0, _RESAMPLES, at_once):
+        drawn = generator.integers(0, n, (min(at_once, _RESAMPLES - start), n))
+        chunks.append(values[:, drawn].mean(axis=-1))
+    return np.concatenate(chunks, axis=1)
+
+
+def _interval(value: float, drawn: npt.NDArray[np.float64]) -> Interval:
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return Interval(value, float(low), float(high))
