@@ -75,7 +75,7 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(OfframpError, match="bound 'exact' is unknown; choose one of hoeffding_bentkus"):
         p_value("exact", 1, 2, 0.1)  # type: ignore[arg-type]
     for delta in (0, 1, -0.1, float("nan"), True):
-        with pytest.raises(OfframpError, match="delta .* must be a number above 0 and below 1"):
+        with pytest.raises(OfframpError, match=r"delta .* must be a number above 0 and below 1"):
             p_value("hoeffding", 1, 2, delta)
     for total in (-1, 3, float("nan")):
         with pytest.raises(ValueError, match="is not the sum of 2 losses"):

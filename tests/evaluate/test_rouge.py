@@ -41,7 +41,20 @@ def test_ascii_is_scored_as_rouge_score_does(text: str, target: str, stem: bool)
 
 @pytest.mark.parametrize(
     "text",
-    ["Το φως", "Привет, мир", "你好，世界", "こんにちは", "안녕하세요", "مرحبا", "שלום", "สวัสดี", "नमस्ते", "ẞtraße", "é", "😀!"],
+    [
+        "Το φως",
+        "Привет, мир",
+        "你好，世界",
+        "こんにちは",
+        "안녕하세요",
+        "مرحبا",
+        "שלום",
+        "สวัสดี",
+        "नमस्ते",
+        "ẞtraße",
+        "é",
+        "😀!",
+    ],
 )
 def test_equal_texts_score_one_in_any_script(text: str) -> None:
     for kind, scores in rouge([text, text], [[text], ["x", text]], ("rouge1", "rougeL", "rougeLsum")).items():

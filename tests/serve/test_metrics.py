@@ -4,6 +4,7 @@ from offramp.serve.measures.iteration_clock import PARTS, Part
 from offramp.serve.measures.records import EngineMetrics, Gauges, IterationRecord, RequestMetrics
 from offramp.serve.metrics import METRICS, MetricsReporter
 from offramp.serve.request.output import RequestOutput, Usage
+from offramp.serve.watch import Watch
 
 
 def parts(**seconds: float) -> dict[Part, float]:
@@ -32,7 +33,8 @@ class Front:
                 after=Gauges(live_blocks=number, free_blocks=9),
             )
         )
-        self.reporter.observe([], running, waiting)
+        outputs = [RequestOutput("r", (5,) * tokens, (layers,) * tokens, (), "", None, Usage(1, tokens))]
+        self.reporter.observe(outputs, running, waiting)
 
     def emitted(self) -> dict[str, float]:
         found = dict(self._emitted)
@@ -70,6 +72,25 @@ def test_sums_of_the_engine_are_emitted_once_a_second_and_when_it_goes_idle() ->
     # Nothing has happened since: gauges of an idle engine are not worth a line of log each time.
     front.reporter.observe([], running=0, waiting=0)
     assert front.emitted() == {"offramp_running_requests": 0, "offramp_waiting_requests": 0}
+
+
+def test_what_a_model_sees_of_itself_is_emitted_with_the_sums() -> None:
+    watch = Watch()
+    emitted: list[tuple[str, float]] = []
+    engine, now = EngineMetrics(), [0.0]
+    reporter = MetricsReporter(lambda name, value: emitted.append((name, value)), engine, watch, clock=lambda: now[0])
+    for number in range(3):
+        engine.add(IterationRecord(number, parts()))
+        if number:
+            watch.agreement.texts += 2
+            watch.agreement.same_texts += 1
+        now[0] += 1
+        reporter.observe([], running=1, waiting=0)
+    found = [(name, value) for name, value in emitted if "audit" in name]
+    counts = [("offramp_audited_texts_total", 2), ("offramp_audited_same_texts_total", 1)]
+    assert [one for one in found if one[0].endswith("_total")] == [*counts, *counts]
+    assert ("offramp_audit_agreement", 0.5) in found
+    assert {name for name, _ in found} <= set(METRICS)
 
 
 def test_times_of_a_request_are_emitted_with_its_last_output() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from offramp.common.errors import OfframpError
-from offramp.serve.number_checks import check_whole
+from offramp.serve.number_checks import check_number, check_whole
 
 SyncPolicy = Literal["all", "quantile", "regroup"]
 """`all`: rows leave only together, once every row of the iteration is sure; `quantile`: all leave together as soon as a
@@ -172,3 +172,26 @@ class EngineConfig:
                 "bytes; raise it."
             )
         return budget // block_bytes
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """How a served model watches itself; see `offramp.serve.watch`.
+
+    Attributes:
+        audit_share: share of greedy answers with early exits that are made once more at full depth while nobody waits;
+            0 audits none.
+        drift_alarm: stability index of depths or confidences against those at calibration from which on the alarm is
+            raised; by convention 0.25 is a great change, and below 0.1 is none.
+    """
+
+    audit_share: float = 0.0
+    drift_alarm: float = 0.25
+
+    def __post_init__(self) -> None:
+        check_number("audit_share", self.audit_share)
+        if not 0 <= self.audit_share <= 1:
+            raise OfframpError(f"audit_share {self.audit_share} must be in 0..1 (0 audits no answer).")
+        check_number("drift_alarm", self.drift_alarm)
+        if not self.drift_alarm > 0:
+            raise OfframpError(f"drift_alarm {self.drift_alarm} must be above 0.")

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from offramp.common.errors import OfframpError
 from offramp.serve.request.output import RequestOutput
@@ -24,6 +24,8 @@ from offramp.serve.request.request import Request
 from offramp.serve.scheduling.scheduler import QueueFullError
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class SteppingEngine(Protocol):
@@ -97,7 +99,9 @@ class EngineThread:
         lease_s: Seconds after which requests are cancelled when nobody has attended to the loop (see `attended`).
             None never cancels: right where the caller itself holds the requests.
         on_iteration: Called in the loop's thread after each iteration's outputs were delivered, with those outputs,
-            and with none when something else happened: a failure, or the end of work.
+            and with none when something else happened: a failure, or the end of work. Of background requests it does
+            not hear.
+        on_finished: Called in the loop's thread with each request whose answer is whole, before `on_iteration`.
     """
 
     def __init__(
@@ -107,11 +111,13 @@ class EngineThread:
         max_requests: int,
         lease_s: float | None = None,
         on_iteration: Callable[[Sequence[RequestOutput]], None] = lambda outputs: None,
+        on_finished: Callable[[Request], None] = lambda request: None,
     ) -> None:
         self.max_requests = max_requests
         self._engine = engine
         self._lease_s = lease_s
         self._on_iteration = on_iteration
+        self._on_finished = on_finished
         self._condition = threading.Condition()
         self._unprepared: deque[list[_Handed]] = deque()
         self._arrivals: list[_Handed] = []
@@ -121,6 +127,7 @@ class EngineThread:
         self._taken: set[_Handed] = set()  # requests that the engine has
         self._started: set[_Handed] = set()  # those that have had an output; the others still wait or are in prefill
         self._new: set[_Handed] = set()  # requests that have not seen the end of an iteration
+        self._background: set[_Handed] = set()
         # Those that wait to be prepared, or are: since when they do the one or the other, in seconds of time.monotonic.
         self._to_prepare: dict[_Handed, float] = {}
         self._in_preparation: list[_Handed] = []
@@ -140,13 +147,13 @@ class EngineThread:
 
     @property
     def num_running(self) -> int:
-        """Requests that have had an output and are not finished."""
-        return len(self._started)
+        """Requests that have had an output and are not finished, those in the background apart."""
+        return len(self._started - self._background)
 
     @property
     def num_waiting(self) -> int:
-        """Requests without an output yet."""
-        return len(self._live) - len(self._started)
+        """Requests without an output yet, those in the background apart."""
+        return len(self._live) - len(self._started | self._background)
 
     def is_new(self, request_ids: Iterable[str]) -> bool:
         """Whether any of these requests has yet to see the end of an iteration, the first that may run it."""
@@ -172,25 +179,25 @@ class EngineThread:
         """
         handed = [_Handed(request, sink) for request in requests]
         with self._condition:
-            if self._stopped is not None:
-                raise EngineStoppedError(_sentence(self._stopped)) from self._stopped
-            if len(self._live) + len(handed) > self.max_requests:
+            held = len(self._live) - len(self._background)
+            if held + len(handed) > self.max_requests:
                 raise QueueFullError(
-                    f"the engine holds {len(self._live)} requests and takes {self.max_requests}; try again later."
+                    f"the engine holds {held} requests and takes {self.max_requests}; try again later."
                 )
-            ids: set[str] = set()
-            for request in requests:
-                if request.request_id in self._live or request.request_id in ids:
-                    raise OfframpError(f"request id {request.request_id!r} is in use; give another one.")
-                ids.add(request.request_id)
-            self._live.update((one.request.request_id, one) for one in handed)
-            self._new.update(handed)
-            now = time.monotonic()
-            if not self._settle_known(handed):
-                self._unprepared.append(handed)
-                self._to_prepare.update(dict.fromkeys(handed, now))
-            self._attended_at = now
-            self._condition.notify_all()
+            self._admit(handed)
+            self._attended_at = time.monotonic()
+
+    def submit_background(self, request: Request, sink: Sink) -> None:
+        """Hands over a request that no client waits for: it takes nobody's place, and needs no lease.
+
+        Raises:
+            EngineStoppedError: The loop has ended; the cause is chained.
+            OfframpError: Its id is that of a request that is not over yet.
+        """
+        with self._condition:
+            handed = _Handed(request, sink)
+            self._admit([handed])
+            self._background.add(handed)
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request whose answer nobody waits for; its sink hears nothing more.
@@ -256,6 +263,22 @@ class EngineThread:
         for thread in (self._thread, self._preparing):
             thread.join(max(0.0, deadline - time.monotonic()))
 
+    def _admit(self, handed: list[_Handed]) -> None:
+        if self._stopped is not None:
+            raise EngineStoppedError(_sentence(self._stopped)) from self._stopped
+        ids: set[str] = set()
+        for one in handed:
+            request_id = one.request.request_id
+            if request_id in self._live or request_id in ids:
+                raise OfframpError(f"request id {request_id!r} is in use; give another one.")
+            ids.add(request_id)
+        self._live.update((one.request.request_id, one) for one in handed)
+        self._new.update(handed)
+        if not self._settle_known(handed):
+            self._unprepared.append(handed)
+            self._to_prepare.update(dict.fromkeys(handed, time.monotonic()))
+        self._condition.notify_all()
+
     def _prepare(self) -> None:
         """The second thread: from unprepared requests to arrivals."""
         while True:
@@ -304,10 +327,10 @@ class EngineThread:
         try:
             while (arrived := self._take_work()) is not None:
                 outputs = self._engine.step() if self._engine.has_unfinished else []
-                self._deliver(outputs)
+                heard = self._deliver(outputs)
                 with self._condition:
                     self._new.difference_update(arrived)
-                self._after_iteration(outputs)
+                self._after_iteration(heard)
             cause: Exception = EngineStoppedError("the engine was closed")
         except BaseException as error:  # whatever it was, every sink must hear of it
             log.exception("The engine loop has died")
@@ -331,7 +354,7 @@ class EngineThread:
             if self._closing:
                 return None
             refused, self._refused = self._refused, []
-            orphans = list(self._live.values()) if self._lease_has_run_out() else []
+            orphans = list(set(self._live.values()) - self._background) if self._lease_has_run_out() else []
         for handed, cause in refused:
             for one in handed:
                 self._fail(one, cause)
@@ -361,16 +384,24 @@ class EngineThread:
             return False
         return time.monotonic() - self._attended_at > self._lease_s
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+        """Gives outputs to their sinks; those that are not of the background."""
+        heard: list[RequestOutput] = []
         for output in outputs:
             with self._condition:
                 one = self._live.get(output.request_id)
+                background = one in self._background
+                if not background:
+                    heard.append(output)
                 if one is None or one not in self._taken:
                     continue  # what ran was cancelled meanwhile; another one of the same id may wait already
                 self._started.add(one)
                 one.sink.put(output)
                 if output.finish_reason is not None:
                     self._forget(one, in_engine=False)
+            if output.finish_reason is not None and output.error is None and not background:
+                self._watched(self._on_finished, one.request)
+        return heard
 
     def _is_live(self, handed: _Handed) -> bool:
         return self._live.get(handed.request.request_id) is handed
@@ -386,13 +417,17 @@ class EngineThread:
         del self._live[handed.request.request_id]
         if in_engine and handed in self._taken:
             self._cancelled.append(handed.request.request_id)
-        for members in (self._taken, self._started, self._new):
+        for members in (self._taken, self._started, self._new, self._background):
             members.discard(handed)
         self._to_prepare.pop(handed, None)
 
     def _after_iteration(self, outputs: Sequence[RequestOutput]) -> None:
+        self._watched(self._on_iteration, outputs)
+
+    @staticmethod
+    def _watched(observer: Callable[[_T], None], what: _T) -> None:
         try:
-            self._on_iteration(outputs)
+            observer(what)
         except Exception:
             log.exception("The engine loop's observer failed; the loop goes on")
 

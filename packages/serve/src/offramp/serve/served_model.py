@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offramp.serve.config import EngineConfig
+from offramp.serve.config import EngineConfig, WatchSettings
 from offramp.serve.engine import Engine
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.request.output import RequestOutput
+from offramp.serve.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,34 @@ class ServedModel:
         engine: Holds the model.
         card: What is served, and its limits.
         max_requests: Most requests that run and wait together.
+        watch: What it sees of itself.
     """
 
     engine: Engine
     card: ModelCard
     max_requests: int
+    watch: Watch
 
     @classmethod
     def load(
-        cls, checkpoint: Path, config: EngineConfig, *, name: str, version: str, archive_sha256: str | None = None
+        cls,
+        checkpoint: Path,
+        config: EngineConfig,
+        *,
+        name: str,
+        version: str,
+        archive_sha256: str | None = None,
+        watch: WatchSettings | None = None,
     ) -> ServedModel:
-        """Loads a checkpoint directory; `archive_sha256` is the hash of the model folder that it lies in, if it does.
+        """Loads a checkpoint directory.
+
+        Args:
+            checkpoint: The directory.
+            config: Settings of the engine.
+            name: The model's name.
+            version: Its version.
+            archive_sha256: Hash of the model folder that the directory lies in, if it does.
+            watch: How the model watches itself; the defaults if None.
 
         Raises:
             OfframpError: The directory is not complete and consistent, or does not fit the settings.
@@ -54,13 +72,24 @@ class ServedModel:
             block_size=engine.config.block_size,
             archive_sha256=archive_sha256,
         )
-        return cls(engine, card, max_requests)
+        return cls(engine, card, max_requests, Watch(watch or WatchSettings()))
 
     def start(
         self, on_iteration: Callable[[Sequence[RequestOutput]], None], *, lease_s: float | None = None
     ) -> tuple[EngineThread, OpenAIService]:
         """Starts the engine's thread, and gives the service on it; both arguments are those of `EngineThread`."""
-        thread = EngineThread(self.engine, max_requests=self.max_requests, lease_s=lease_s, on_iteration=on_iteration)
+
+        def after_iteration(outputs: Sequence[RequestOutput]) -> None:
+            on_iteration(outputs)
+            self.watch.advance(thread)
+
+        thread = EngineThread(
+            self.engine,
+            max_requests=self.max_requests,
+            lease_s=lease_s,
+            on_iteration=after_iteration,
+            on_finished=self.watch.finished,
+        )
         service = OpenAIService(thread, self.engine.tokenizer, self.card, self.engine.check)
         # What loading made stays until the end, and a full collection takes hundreds of milliseconds to walk over it.
         gc.collect()

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from offramp.serve.cli.engine_options import add_engine_options, engine_settings
+from offramp.serve.cli.watch_options import add_watch_options, watch_settings
 from offramp.serve.model_source import default_cache, resolve_model
 from offramp.serve.torchserve.archive import archive
 
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> int:
         "--cache", type=Path, default=default_cache(), help="where models:/ downloads go (default: %(default)s)"
     )
     add_engine_options(parser)
+    add_watch_options(parser)
     options = parser.parse_args(argv)
     folder = archive(
         resolve_model(options.source, options.cache),
@@ -32,6 +34,7 @@ def main(argv: list[str]) -> int:
         name=options.name or options.out.name,
         version=options.version,
         engine=engine_settings(options),
+        watch=watch_settings(options),
         overwrite=options.force,
     )
     print(f"{folder}: model {options.name or options.out.name}, version {options.version}")

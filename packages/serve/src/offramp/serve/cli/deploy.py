@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from offramp.common.errors import OfframpError
 from offramp.serve.cli.engine_options import add_engine_options, engine_settings
 from offramp.serve.cli.stopping import Stop, signals_raise_stop
+from offramp.serve.cli.watch_options import add_watch_options, watch_settings
 from offramp.serve.deploy.archives import ArchiveStore
 from offramp.serve.deploy.client import TorchServeClient, check_url
 from offramp.serve.deploy.keys import KeyFile
@@ -40,7 +41,9 @@ def main(argv: list[str]) -> int:
     def deploy(uri: str, version: str | None) -> None:
         with store.deploying(name):
             checkpoint = resolve_model(uri, options.cache)
-            archive = store.place(checkpoint, name=name, version=version, engine=engine_settings(options))
+            archive = store.place(
+                checkpoint, name=name, version=version, engine=engine_settings(options), watch=watch_settings(options)
+            )
             roll_out(archive, client, store, report, timeout_s=options.ready_timeout)
 
     try:
@@ -105,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cache", type=Path, default=default_cache(), help="where models:/ downloads go (default: %(default)s)"
     )
     add_engine_options(parser)
+    add_watch_options(parser)
     return parser
 
 

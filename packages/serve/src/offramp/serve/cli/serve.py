@@ -19,7 +19,8 @@ from tqdm import tqdm
 from offramp.common.errors import OfframpError
 from offramp.serve.cli.engine_options import add_engine_options, engine_settings
 from offramp.serve.cli.stopping import Stop, signals_raise_stop
-from offramp.serve.config import EngineConfig
+from offramp.serve.cli.watch_options import add_watch_options, watch_settings
+from offramp.serve.config import EngineConfig, WatchSettings
 from offramp.serve.http.installed import check_installed
 from offramp.serve.http.settings import DoorSettings, make_settings, read_settings
 from offramp.serve.model_source import default_cache, model_name, resolve_model
@@ -63,10 +64,11 @@ def main(argv: list[str]) -> int:
         "--cache", type=Path, default=default_cache(), help="where models:/ downloads go (default: %(default)s)"
     )
     add_engine_options(parser)
+    add_watch_options(parser)
     options = parser.parse_args(argv)
     if not 0 < options.ready_timeout < math.inf:
         raise OfframpError(f"--ready-timeout {options.ready_timeout} must be a finite number of seconds above 0.")
-    settings = engine_settings(options)
+    settings, watch = engine_settings(options), watch_settings(options)
     in_process = options.backend == "asgi"
     if options.settings is not None and not in_process:
         raise OfframpError("--settings are those of --backend asgi; TorchServe stands behind `offramp gateway`.")
@@ -76,7 +78,7 @@ def main(argv: list[str]) -> int:
         try:
             source = resolve_model(options.source, options.cache)
             if is_model_folder(source):
-                if settings or options.name or options.version:
+                if settings or watch or options.name or options.version:
                     raise OfframpError(
                         f"{source} is a model folder with settings of its own; make another with `offramp archive`."
                     )
@@ -84,13 +86,13 @@ def main(argv: list[str]) -> int:
                     raise OfframpError(f"{source} is a model folder; give --backend asgi a checkpoint directory.")
                 _serve(source, options)
             elif in_process:
-                _serve_in_process(source, settings, options)
+                _serve_in_process(source, settings, watch, options)
             else:
                 # Beside the checkpoint, because weights can be hard-linked only within a file system.
                 with _scratch_store(source) as store:
                     name = options.name or model_name(options.source)
                     version = options.version or "1.0"
-                    folder = archive(source, store / name, name=name, version=version, engine=settings)
+                    folder = archive(source, store / name, name=name, version=version, engine=settings, watch=watch)
                     with _faults_name(source, folder / CHECKPOINT):
                         _serve(folder, options)
         except (Stop, KeyboardInterrupt):
@@ -170,13 +172,17 @@ def _start_again(server: TorchServe, timeout_s: float) -> None:
     _say(f"Ready again after {time.monotonic() - began:.1f} s: {server.name} {server.version}")
 
 
-def _serve_in_process(checkpoint: Path, engine: dict[str, Any], options: argparse.Namespace) -> None:
+def _serve_in_process(
+    checkpoint: Path, engine: dict[str, Any], watch: dict[str, Any], options: argparse.Namespace
+) -> None:
     check_installed()
     # Where the engine is TorchServe's, neither torch nor a web framework is needed here.
     from offramp.serve.cli.serve_in_process import serve_in_process
 
     name, version = options.name or model_name(options.source), options.version or "1.0"
-    serve_in_process(checkpoint, EngineConfig(**engine), _door(options), name=name, version=version)
+    serve_in_process(
+        checkpoint, EngineConfig(**engine), WatchSettings(**watch), _door(options), name=name, version=version
+    )
 
 
 def _door(options: argparse.Namespace) -> DoorSettings:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offramp.common.errors import OfframpError
 from offramp.serve.cli.how_to_ask import how_to_ask
-from offramp.serve.config import EngineConfig
+from offramp.serve.config import EngineConfig, WatchSettings
 from offramp.serve.http.door import application
 from offramp.serve.http.engine_backend import EngineBackend
 from offramp.serve.http.server import Server, log_to
@@ -17,7 +17,7 @@ from offramp.serve.served_model import ServedModel
 
 
 def serve_in_process(
-    checkpoint: Path, config: EngineConfig, settings: DoorSettings, *, name: str, version: str
+    checkpoint: Path, config: EngineConfig, watch: WatchSettings, settings: DoorSettings, *, name: str, version: str
 ) -> None:
     """Serves a checkpoint directory until a signal comes.
 
@@ -28,8 +28,8 @@ def serve_in_process(
     log_to(settings)
     weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     print(f"Loading {weights / 1e6:,.0f} MB of weights ...", file=sys.stderr, flush=True)
-    model = ServedModel.load(checkpoint, config, name=name, version=version)
-    backend = EngineBackend(model.start, model.engine.metrics)
+    model = ServedModel.load(checkpoint, config, name=name, version=version, watch=watch)
+    backend = EngineBackend(model.start, model.engine.metrics, model.watch)
 
     def say_ready() -> None:
         print(f"Ready after {time.monotonic() - began:.1f} s: {name} {version}", file=sys.stderr, flush=True)

@@ -62,7 +62,15 @@ class ArchiveStore:
         except OSError as fault:
             raise OfframpError(f"the model store {path} cannot be made: {fault}; choose another place.") from fault
 
-    def place(self, checkpoint: Path, *, name: str, version: str | None, engine: dict[str, Any]) -> Archive:
+    def place(
+        self,
+        checkpoint: Path,
+        *,
+        name: str,
+        version: str | None,
+        engine: dict[str, Any],
+        watch: dict[str, Any] | None = None,
+    ) -> Archive:
         """Finds the archive of a checkpoint with these settings, or makes it.
 
         What is found is hashed before it is taken, and made again if it has changed.
@@ -72,14 +80,15 @@ class ArchiveStore:
             name: The model's name.
             version: Its version; None takes one from a hash of checkpoint and settings.
             engine: `EngineConfig` fields that differ from their defaults.
+            watch: `WatchSettings` fields that do.
 
         Raises:
             OfframpError: The checkpoint is none, or the store cannot be written.
         """
         if version is None:
-            unversioned = contents(checkpoint, name=name, engine=engine)
+            unversioned = contents(checkpoint, name=name, engine=engine, watch=watch)
             version = unversioned.unnamed_sha256[:_DIGITS]
-        made = contents(checkpoint, name=name, version=version, engine=engine)
+        made = contents(checkpoint, name=name, version=version, engine=engine, watch=watch)
         archive = Archive(name, version, f"{name}-{version}-{made.sha256[:_DIGITS]}", made.sha256)
         # A plus, which no model's name has: a model may well be called "store".
         with self._lock("+store", "the archives", _BUILD_TIMEOUT_S):

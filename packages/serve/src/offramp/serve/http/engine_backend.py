@@ -23,6 +23,7 @@ from offramp.serve.metrics import MetricsReporter
 from offramp.serve.protocol.replies import JSON, Complete, Generation, encode
 from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.request.output import RequestOutput
+from offramp.serve.watch import Watch
 
 OnIteration = Callable[[Sequence[RequestOutput]], None]
 _OVERDUE_EVERY_S = 0.5
@@ -35,6 +36,7 @@ class EngineBackend:
     Args:
         start: Starts the engine's thread with an observer of its iterations, and gives the service on it.
         engine: The engine's own sums.
+        watch: What the model sees of itself; None sees nothing.
         compile_limit_s: Longest time for which a language is compiled, and before that longest wait for those of
             others.
     """
@@ -43,11 +45,13 @@ class EngineBackend:
         self,
         start: Callable[[OnIteration], tuple[EngineThread, OpenAIService]],
         engine: EngineMetrics,
+        watch: Watch | None = None,
         *,
         compile_limit_s: float = 30.0,
     ) -> None:
         self._start = start
         self._engine = engine
+        self._watch = watch
         self._prometheus: PrometheusMetrics | None = None
         self._compile_limit_s = compile_limit_s
         self._thread: EngineThread | None = None
@@ -72,7 +76,7 @@ class EngineBackend:
         self._thread = thread
         card = self._service.card
         self._prometheus = PrometheusMetrics({"model_name": card.name, "model_version": card.version})
-        self._totals = MetricsReporter(self._prometheus.emit, self._engine)
+        self._totals = MetricsReporter(self._prometheus.emit, self._engine, self._watch)
         overdue = asyncio.create_task(self._refuse_overdue(self._thread))
         try:
             prompt = encode({"model": self._service.card.name, "prompt": [0], "max_tokens": 1, "temperature": 0})

@@ -93,6 +93,7 @@ def contents(
     name: str,
     version: str = "1.0",
     engine: dict[str, Any] | None = None,
+    watch: dict[str, Any] | None = None,
     handler: HandlerSettings | None = None,
     worker: WorkerSettings | None = None,
 ) -> Contents:
@@ -106,7 +107,7 @@ def contents(
             raise OfframpError(
                 f"{what} {text!r} cannot stand in a URL; use letters, digits, dots, dashes and underscores."
             )
-    settings = model_config(worker or WorkerSettings(), handler or HandlerSettings(), engine or {})
+    settings = model_config(worker or WorkerSettings(), handler or HandlerSettings(), engine or {}, watch or {})
     return Contents.of(
         {
             **{f"{CHECKPOINT}/{file.name}": file for file in _checkpoint_files(checkpoint)},
@@ -124,6 +125,7 @@ def archive(
     name: str,
     version: str = "1.0",
     engine: dict[str, Any] | None = None,
+    watch: dict[str, Any] | None = None,
     handler: HandlerSettings | None = None,
     worker: WorkerSettings | None = None,
     overwrite: bool = False,
@@ -138,6 +140,7 @@ def archive(
         name: The model's name, in the URL and in `model` of requests.
         version: Its version, in the URL.
         engine: `EngineConfig` fields that differ from their defaults.
+        watch: `WatchSettings` fields that do.
         handler: Settings of the handler.
         worker: Settings of TorchServe's worker.
         overwrite: Replace a model folder that is already there.
@@ -149,7 +152,7 @@ def archive(
         OfframpError: `checkpoint` is no checkpoint directory, the name cannot stand in a URL, or `folder` exists, lies
             in the checkpoint or cannot be written.
     """
-    made = contents(checkpoint, name=name, version=version, engine=engine, handler=handler, worker=worker)
+    made = contents(checkpoint, name=name, version=version, engine=engine, watch=watch, handler=handler, worker=worker)
     if folder.exists():
         if not overwrite:
             raise OfframpError(f"{folder} already exists; choose another place or overwrite it with --force.")

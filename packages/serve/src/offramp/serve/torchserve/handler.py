@@ -14,7 +14,7 @@ from typing import Any
 from ts.metrics.metric_type_enum import MetricTypes
 
 from offramp.common.errors import OfframpError
-from offramp.serve.config import EngineConfig
+from offramp.serve.config import EngineConfig, WatchSettings
 from offramp.serve.metrics import METRICS, MetricsReporter
 from offramp.serve.protocol.errors import PHRASES
 from offramp.serve.request.output import RequestOutput
@@ -78,6 +78,7 @@ class OfframpHandler:
             name=context.model_name,
             version=str(manifest["modelVersion"]),
             archive_sha256=sha256,
+            watch=WatchSettings(**sections.get("watch", {})),
         )
         labels = {"model_name": model.card.name, "model_version": model.card.version}
         metrics = {
@@ -85,7 +86,9 @@ class OfframpHandler:
             for name, (kind, unit) in METRICS.items()
         }
         totals = MetricsReporter(
-            lambda name, value: metrics[name].add_or_update(value, list(labels.values())), model.engine.metrics
+            lambda name, value: metrics[name].add_or_update(value, list(labels.values())),
+            model.engine.metrics,
+            model.watch,
         )
 
         def after_iteration(outputs: Sequence[RequestOutput]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offramp.common.errors import OfframpError
-from offramp.serve.config import EngineConfig
+from offramp.serve.config import EngineConfig, WatchSettings
 from offramp.serve.number_checks import check_number, check_whole, spelled
 
 _LONGEST_WAIT = 60_000
@@ -70,7 +70,9 @@ _SPARE_JOBS = 64
 """Jobs that TorchServe hands over beyond those that the engine holds: requests to be told that the queue is full."""
 
 
-def model_config(worker: WorkerSettings, handler: HandlerSettings, engine: dict[str, Any]) -> dict[str, Any]:
+def model_config(
+    worker: WorkerSettings, handler: HandlerSettings, engine: dict[str, Any], watch: dict[str, Any]
+) -> dict[str, Any]:
     """The content of `model-config.yaml`.
 
     `continuousBatching` and not `asyncCommunication`: with the latter one failing request takes all others with it,
@@ -80,11 +82,13 @@ def model_config(worker: WorkerSettings, handler: HandlerSettings, engine: dict[
         worker: TorchServe's settings.
         handler: The handler's settings.
         engine: `EngineConfig` fields that differ from their defaults.
+        watch: The same of `WatchSettings`.
 
     Raises:
         OfframpError: The engine does not allow a value; better now than in TorchServe's worker.
     """
     limits = EngineConfig(**engine)
+    WatchSettings(**watch)
     return {
         "minWorkers": 1,
         "maxWorkers": 1,  # each worker would be an engine of its own, with its own copy of the weights
@@ -98,4 +102,5 @@ def model_config(worker: WorkerSettings, handler: HandlerSettings, engine: dict[
         "continuousBatching": True,
         "handler": dataclasses.asdict(handler),
         "engine": dict(sorted(engine.items())),  # however they were given, the file is the same
+        **({"watch": dict(sorted(watch.items()))} if watch else {}),
     }
