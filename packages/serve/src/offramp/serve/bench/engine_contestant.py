@@ -21,7 +21,7 @@ from offramp.serve.engine import Engine, max_model_len
 from offramp.serve.execution.kv_policy import check_exits
 from offramp.serve.measures.records import IterationRecord
 from offramp.serve.request.exit_options import ExitOptions
-from offramp.serve.request.request import Request
+from offramp.serve.request.request import Request, prompt_and_source
 from offramp.serve.request.sampling_params import SamplingParams
 
 TOKEN_BUDGET = 2048
@@ -88,12 +88,14 @@ class EngineContestant:
         return Trial(times, starts, in_flight, exit_layers, iterations, ["".join(pieces) for pieces in texts])
 
     def _request(self, index: int, question: Question) -> Request:
+        prompt, source = prompt_and_source(question.prompts[index], self._engine.decoder_start_token_id)
         return Request(
             str(index),
-            tuple(question.prompts[index]),
+            prompt,
             SamplingParams(max_tokens=question.new_tokens, temperature=0),
             ExitOptions("full") if question.is_hard(index) else self._exits,
             frozenset(self._engine.checkpoint.eos_token_ids) if question.until_eos else frozenset[int](),
+            source_token_ids=source,
         )
 
 
@@ -175,9 +177,10 @@ class EngineShelf:
         """Settings with room for the workloads, in blocks of `size` tokens."""
         base = EngineConfig(
             block_size=size,
-            # One block more than each can fill: the scheduler lets nobody in who might soon have to go again.
+            # Blocks more than each can fill: a source and its target may begin one each, and the scheduler lets nobody
+            # in who might soon have to go again.
             num_blocks=max(
-                load.batch * (-(-(load.prompt_tokens + load.new_tokens) // size) + 1) for load in self._workloads
+                load.batch * (-(-(load.prompt_tokens + load.new_tokens) // size) + 3) for load in self._workloads
             ),
             max_num_seqs=self._seats,
             max_tokens_per_iteration=max(TOKEN_BUDGET, self._seats),

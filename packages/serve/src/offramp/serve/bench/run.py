@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from offramp.common.checkpoint import Checkpoint, load_checkpoint
+from offramp.common.checkpoint import AnyCheckpoint, open_any_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.tokenizer import load_tokenizer
@@ -60,7 +60,7 @@ class Bench:
         Raises:
             OfframpError: the checkpoint, the prompts or the choices do not fit together.
         """
-        checkpoint = load_checkpoint(path, verify=False)
+        checkpoint, _ = open_any_checkpoint(path, verify=False)
         wanted = {*choices.static_layers, *(() if choices.exit_at is None else (choices.exit_at,))}
         self._exits: ExitConfig | None = None
         if not checkpoint.exits.layers and wanted:
@@ -68,7 +68,7 @@ class Bench:
         self._path, self._settings = path, settings
         self._references = self._read_references(choices)
         self._answers: dict[tuple[Variant, int, int], Answers] = {}
-        self._prompts = self._read_prompts(checkpoint.config.vocab_size)
+        self._prompts = self._read_prompts(checkpoint.model.config.vocab_size)
         policy = checkpoint.policy
         choices = replace(
             choices,
@@ -78,7 +78,7 @@ class Bench:
         self.experiments = quick_plan(choices) if plan == "quick" else full_plan(choices)
         self._check(checkpoint, choices)
 
-    def _check(self, checkpoint: Checkpoint, choices: Choices) -> None:
+    def _check(self, checkpoint: AnyCheckpoint, choices: Choices) -> None:
         """Raise `OfframpError` for a choice with which no variant can be; where only some cannot, that is a note."""
         possible: set[str] = set()
         faults: dict[str, OfframpError] = {}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from offramp.common.checkpoint import DTYPES
+from offramp.common.errors import OfframpError
 from offramp.serve.bench.contestants import Identity
 from offramp.serve.bench.trial import Question, Trial
 from offramp.serve.config import Dtype
@@ -28,14 +29,21 @@ class Transformers:
             path: of the checkpoint; its early exits are not used.
             dtype: of weights.
             assistant_layers: draft with this many layers (`assistant_early_exit`), one sequence at a time.
+
+        Raises:
+            OfframpError: the model cannot draft with its own layers.
         """
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
         from transformers.utils import logging
 
         # It warns of what it does itself with the options of `generate`, in every call.
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=DTYPES[dtype], local_files_only=True)
+        self._has_encoder = bool(AutoConfig.from_pretrained(str(path), local_files_only=True).is_encoder_decoder)
+        if self._has_encoder and assistant_layers is not None:
+            raise OfframpError("assistant_early_exit of transformers is made for decoder-only models.")
+        kind = AutoModelForSeq2SeqLM if self._has_encoder else AutoModelForCausalLM
+        loaded: Any = kind.from_pretrained(str(path), dtype=DTYPES[dtype], local_files_only=True)
         self._model: Any = loaded.eval()
         self._assistant_layers = assistant_layers
         drafts = "" if assistant_layers is None else f", drafts at {assistant_layers}"
@@ -51,13 +59,15 @@ class Transformers:
         longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        # What `generate` gives back before the new tokens: the prompt, or what the decoder reads first.
+        known = 1 if self._has_encoder else longest
         steps: list[tuple[float, int]] = []
 
         class Clock(StoppingCriteria):
             """Notes how many tokens there are when, and stops nobody."""
 
             def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-                steps.append((time.perf_counter() - start, input_ids.shape[1] - longest))
+                steps.append((time.perf_counter() - start, input_ids.shape[1] - known))
                 return torch.zeros(len(input_ids), dtype=torch.bool)
 
         options: dict[str, Any] = {} if question.until_eos else {"min_new_tokens": new_tokens}
@@ -77,7 +87,7 @@ class Transformers:
         times: list[float] = []
         for moment, count in steps:
             times += [moment] * (count - len(times))
-        answers: list[list[int]] = [row[longest:].tolist() for row in answer]
+        answers: list[list[int]] = [row[known:].tolist() for row in answer]
         return Trial([times[: self._length(tokens, question.until_eos)] for tokens in answers])
 
     def close(self) -> None:
