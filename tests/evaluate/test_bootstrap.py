@@ -40,3 +40,13 @@ def test_nothing_has_no_interval() -> None:
 
 def test_equal_values_and_many_rows() -> None:
     assert bootstrap.mean([0.25] * 5000) == (0.25, 0.25, 0.25)
+
+
+def test_of_means() -> None:
+    generator = np.random.default_rng(1)
+    top, bottom = generator.normal(6, 1, 400).tolist(), generator.normal(3, 1, 400).tolist()
+    found = bootstrap.of_means(lambda a, b: a / b, top, bottom)
+    assert found == bootstrap.ratio(top, bottom)
+    assert bootstrap.of_means(lambda a: a, top) == bootstrap.mean(top)
+    assert math.isnan(bootstrap.of_means(lambda a: a, []).value)
+    assert math.isnan(bootstrap.of_means(lambda a, b: a / b, [1.0, 2.0], [0.0, 0.0]).low)

@@ -1,9 +1,10 @@
-"""How far a mean, or a ratio of means, may be off: percentile bootstrap over rows (Efron, 1979)."""
+"""How far a mean, or what is made of several means, may be off: percentile bootstrap over rows (Efron, 1979)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,24 @@ def ratio(top: Sequence[float], bottom: Sequence[float]) -> Interval:
 def difference(a: Sequence[float], b: Sequence[float]) -> Interval:
     """Mean of some values less the mean of others of the same rows, drawn in pairs."""
     return mean((np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)).tolist())
+
+
+def of_means(function: Callable[..., Any], *columns: Sequence[float]) -> Interval:
+    """What a function makes of the means of several values of the same rows, drawn together; NaN without rows.
+
+    Args:
+        function: of as many arguments as there are columns, numbers or arrays of them; where it gives no finite number
+            for a resample, that one does not count.
+        columns: values, each of them one for every row.
+    """
+    given = np.array(columns, dtype=np.float64)
+    if not given.shape[1]:
+        return _NOTHING
+    with np.errstate(all="ignore"):
+        value = float(function(*given.mean(axis=1)))
+        drawn = np.asarray(function(*_means(given)), dtype=np.float64)
+    drawn = drawn[np.isfinite(drawn)]
+    return _interval(value, drawn) if drawn.size and math.isfinite(value) else Interval(value, math.nan, math.nan)
 
 
 _NOTHING = Interval(float("nan"), float("nan"), float("nan"))

@@ -38,7 +38,7 @@ class Words(Tokenizer):
         for character in unicodedata.normalize("NFKC", text).lower() + " ":
             if unicodedata.category(character)[0] not in "LNM":
                 alone = ""
-            elif not _alone(character):
+            elif not stands_alone(character):
                 run += character
                 continue
             else:
@@ -51,7 +51,8 @@ class Words(Tokenizer):
 
 
 @lru_cache(maxsize=4096)
-def _alone(character: str) -> bool:
+def stands_alone(character: str) -> bool:
+    """Whether a character is a word by itself, because its script writes no spaces between words."""
     return character > "\u0300" and unicodedata.name(character, "").startswith(_NO_SPACES)
 
 

@@ -1,0 +1,82 @@
+"""What models are asked, and what good answers are: rows of files and of the documentation corpus as examples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from offramp.common.errors import OfframpError
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and what a good answer to it is.
+
+    Attributes:
+        prompt: what the model reads; the source of an encoder-decoder model.
+        references: good answers, any of which will do; empty where nobody knows one.
+        choices: what the model chooses among, in its own words; empty where it writes freely.
+        answer: the index of the right choice.
+    """
+
+    prompt: str
+    references: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    answer: int | None = None
+
+
+def sha256_of(examples: Sequence[Example]) -> str:
+    """Hash of what the examples say, in their order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(json.dumps(asdict(example), ensure_ascii=False).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Where each row of a file of JSON Lines is, for messages, and the row.
+
+    Raises:
+        OfframpError: the file cannot be read, or a line is no object.
+    """
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as fault:
+            raise OfframpError(f"{where}, is no JSON: {fault}; mend it.") from None
+        if not isinstance(row, dict):
+            raise OfframpError(f"{where}, is no object; write one for each line.")
+        yield where, row
+
+
+def read_text(path: Path) -> str:
+    """A file as text.
+
+    Raises:
+        OfframpError: it cannot be read as such.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise OfframpError(f"{path} cannot be read as text: {fault}.") from None
+
+
+def column(where: str, row: Mapping[str, Any], name: str) -> str:
+    """A text in a row.
+
+    Raises:
+        OfframpError: there is none of that name.
+    """
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise OfframpError(
+            f"{where}, has no text {name!r}, only {', '.join(map(repr, row)) or 'nothing'}; name another."
+        )
+    return value
