@@ -16,7 +16,9 @@ from offramp.common import checkpoint as module
 from offramp.common.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_record
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.operating_point import OperatingPoint, OperatingPoints
 from offramp.common.exits.policy import ExitPolicy
+from offramp.common.exits.profile import TokenProfile
 from offramp.common.hf import write_weights
 
 EXITS = ExitConfig((1, 3), "adapter", adapter_dim=5)
@@ -52,10 +54,13 @@ def edit_tensors(file: Path, change: Callable[[dict[str, torch.Tensor]], object]
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     model = tiny_model(EXITS)
-    saved = Checkpoint(model, tiny_config(), POLICY, {"risk": 0.1}, {"run": "a"})
+    profile = TokenProfile.of([1, 2, 2], [0.5, 0.75, None])
+    points = OperatingPoints({"safe": OperatingPoint("recompute", POLICY, 4, profile)}, "safe")
+    saved = Checkpoint(model, tiny_config(), POLICY, {"risk": 0.1}, {"run": "a"}, points=points)
     loaded = load_checkpoint(save_checkpoint(tmp_path / "model", saved))
     assert loaded.exits == EXITS
     assert loaded.policy == POLICY
+    assert loaded.points == points
     assert (loaded.calibration, loaded.provenance) == ({"risk": 0.1}, {"run": "a"})
     assert loaded.hf_config == {**tiny_config(), "dtype": "float32"}
     assert not loaded.model.training

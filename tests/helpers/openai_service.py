@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from helpers.fake_engine import FakeEngine
+from offramp.common.exits.operating_point import OperatingPoint, OperatingPoints
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.replies import Complete, Generation
@@ -29,6 +30,7 @@ def card(**changes: Any) -> ModelCard:
         "cache_tokens": 80,
         "run_id": "abc",
         "config_hash": "def",
+        "points": OperatingPoints({"safe": OperatingPoint("recompute", ExitPolicy(thresholds={2: 0.99}), 4)}),
     }
     return ModelCard(**(fields | changes))
 

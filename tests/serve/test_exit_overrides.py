@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from offramp.common.errors import OfframpError
+from offramp.common.exits.operating_point import OperatingPoint, OperatingPoints
 from offramp.common.exits.policy import ExitPolicy
 from offramp.serve.exit_overrides import ExitOverrideError, ExitOverrides, exit_options
 from offramp.serve.request.exit_options import ExitOptions
@@ -34,6 +35,34 @@ OWN = ExitPolicy("margin", {1: 0.9, 2: 0.8}, decay=2.0)
 )
 def test_overrides_that_go_together(overrides: dict[str, Any], options: ExitOptions) -> None:
     assert exit_options(ExitOverrides(**overrides), LAYERS, OWN) == options
+
+
+SAFE = OperatingPoint("recompute", ExitPolicy("margin", {2: 0.99}), 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "default", "options"),
+    [
+        ({}, None, ExitOptions()),
+        ({}, "safe", ExitOptions("recompute", SAFE.policy, 4)),
+        ({}, "exact", ExitOptions("full")),
+        ({"operating_point": "safe"}, None, ExitOptions("recompute", SAFE.policy, 4)),
+        ({"operating_point": "exact"}, "safe", ExitOptions("full")),
+        ({"kv_policy": "verify"}, "safe", ExitOptions("verify")),
+        ({"exit_policy": "full"}, "safe", ExitOptions("full")),
+    ],
+)
+def test_operating_points(overrides: dict[str, Any], default: str | None, options: ExitOptions) -> None:
+    points = OperatingPoints({"safe": SAFE}, default)
+    assert exit_options(ExitOverrides(**overrides), LAYERS, OWN, points) == options
+
+
+def test_a_point_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ExitOverrideError, match="'faster' is no point of this model; it has exact, safe") as caught:
+        exit_options(ExitOverrides(operating_point="faster"), LAYERS, OWN, OperatingPoints({"safe": SAFE}))
+    assert caught.value.field == "operating_point"
+    with pytest.raises(ExitOverrideError, match="it has exact") as caught:
+        exit_options(ExitOverrides(operating_point="safe"), LAYERS, OWN)
 
 
 def test_tokens_of_a_shortlist_alone() -> None:

@@ -338,6 +338,8 @@ def test_models_and_health(service: OpenAIService, thread: EngineThread, engine:
         ({"thresholds": {"2": 0.5}}, ExitOptions(policy=ExitPolicy(thresholds={2: 0.5}))),
         ({"kv_policy": "verify", "max_pending": 3}, ExitOptions("verify", max_pending=3)),
         ({"kv_policy": "static", "exit_layer": 2}, ExitOptions("static", static_layer=2)),
+        ({"operating_point": "safe"}, ExitOptions("recompute", ExitPolicy(thresholds={2: 0.99}), 4)),
+        ({"operating_point": "exact"}, ExitOptions("full")),
     ],
 )
 def test_depth_reaches_the_engine(

@@ -217,6 +217,8 @@ def test_when_the_engine_has_died_requests_fail_with_the_cause(
         ({"kv_policy": "fill", "max_pending": 4}, "max_pending"),
         ({"kv_policy": "static", "exit_layer": 3}, "exit_layer"),
         ({"thresholds": {"3": 0.5}}, "thresholds"),
+        ({"operating_point": "faster"}, "operating_point"),
+        ({"operating_point": "safe", "threshold": 0.5}, "threshold"),
     ],
 )
 def test_contradictions_about_depth_are_400_with_the_name_of_the_field(

@@ -2,7 +2,7 @@
 
     config.json generation_config.json tokenizer files model.safetensors     plain Hugging Face; final exit only
     exits.safetensors    weights of the exit heads; absent tensors are tied
-    exits.json           schema version, exits, policy, calibration record, provenance, hashes
+    exits.json           schema version, exits, policy, operating points, calibration record, provenance, hashes
 
 Loading is strict: a missing, extra or misshapen tensor, a hash that differs or an unknown schema version is an error
 that names the path and the remedy. Nothing is ever served with random weights.
@@ -28,6 +28,7 @@ from torch import nn
 
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.operating_point import OperatingPoints
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.families import check_dtype, make_model, read_config, weight_names
 from offramp.common.file_hash import sha256
@@ -68,10 +69,11 @@ class CheckpointOf(Generic[ModelT_co]):
         model: with weights, in evaluation mode.
         hf_config: `config.json`, verbatim.
         policy: thresholds to exit by; None when none were ever set, which means full depth.
-        calibration: how the policy was found.
+        calibration: how the policy and the points were found.
         provenance: where the weights come from (run id, config hash, data, ...).
         path: the directory, absent for a model made in memory.
         sha256: of the files with weights, by name, where `exits.json` lists them.
+        points: calibrated ways of answering, by name.
     """
 
     model: ModelT_co
@@ -81,6 +83,7 @@ class CheckpointOf(Generic[ModelT_co]):
     provenance: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
     sha256: Mapping[str, str] = field(default_factory=dict)
+    points: OperatingPoints = field(default_factory=OperatingPoints)
 
     @property
     def config(self: CheckpointOf[MultiExitDecoder[ConfigT, Any]]) -> ConfigT:
@@ -218,10 +221,13 @@ def open_any_checkpoint(
     if policy is not None:
         policy.check(exits.layers, config.vocab_size)
         policy.check_measure(has_classifiers=exits.classifier)
+    points = OperatingPoints.from_json(record["points"]) if record.get("points") else OperatingPoints()
+    points.check(exits.layers, config.vocab_size, has_classifiers=exits.classifier)
     checkpoint = CheckpointOf(
         model=model.eval(),
         hf_config=hf_config,
         policy=policy,
+        points=points,
         calibration=record.get("calibration"),
         provenance=record.get("provenance", {}),
         path=directory,
@@ -287,6 +293,7 @@ def write_record(directory: Path, checkpoint: AnyCheckpoint) -> None:
         "schema_version": SCHEMA_VERSION,
         "exits": checkpoint.exits.to_json(),
         "policy": checkpoint.policy.to_json() if checkpoint.policy else None,
+        "points": checkpoint.points.to_json(),
         "calibration": checkpoint.calibration,
         "provenance": checkpoint.provenance,
         "sha256": {file.name: sha256(file) for file in hashed_files(directory)},
@@ -311,7 +318,7 @@ def _read_record(directory: Path, verify: bool) -> dict[str, Any]:
             f"{path} has schema version {version!r}, this Offramp reads {SCHEMA_VERSION}; export it again, or install "
             "a matching Offramp."
         )
-    if unknown := set(record) - {"schema_version", "exits", "policy", "calibration", "provenance", "sha256"}:
+    if unknown := set(record) - {"schema_version", "exits", "policy", "points", "calibration", "provenance", "sha256"}:
         raise OfframpError(f"{path} has unknown sections {sorted(unknown)}.")
     if "exits" not in record:
         raise OfframpError(f"{path} lacks the section 'exits'.")

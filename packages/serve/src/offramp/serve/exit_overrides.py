@@ -9,6 +9,7 @@ from typing import Literal
 
 from offramp.common.errors import OfframpError
 from offramp.common.exits.kv_policy import KVPolicy
+from offramp.common.exits.operating_point import EXACT, OperatingPoint, OperatingPoints
 from offramp.common.exits.policy import ExitPolicy, Measure
 from offramp.serve.request.exit_options import ExitOptions
 
@@ -32,6 +33,7 @@ class ExitOverrides:
     """What was asked for; None everywhere is the checkpoint's own way.
 
     Attributes:
+        operating_point: a calibrated way of answering, in place of all that follows; `exact` is full depth.
         exit_policy: `early`: tokens leave at the exits; `full`: every layer is run, as by the KV policy `full`.
         measure: the confidence measure, in place of the checkpoint's.
         threshold: one threshold at all exits, in place of the checkpoint's.
@@ -43,6 +45,7 @@ class ExitOverrides:
         exit_layer: under `static`: the exit at which every generated token leaves.
     """
 
+    operating_point: str | None = None
     exit_policy: Literal["early", "full"] | None = None
     measure: Measure | None = None
     threshold: float | None = None
@@ -57,11 +60,17 @@ class ExitOverrides:
         """The first of these fields that was given."""
         return next((name for name in names if getattr(self, name) is not None), None)
 
+    @property
+    def first_of_all(self) -> str | None:
+        """The first field that was given, the operating point apart."""
+        return self.first(*(field.name for field in dataclasses.fields(self) if field.name != "operating_point"))
+
 
 def exit_options(
     overrides: ExitOverrides,
     exit_layers: Iterable[int],
     policy: ExitPolicy | None,
+    points: OperatingPoints | None = None,
     spell: Callable[[str], str] = str,
 ) -> ExitOptions:
     """How deep a request's tokens run.
@@ -70,13 +79,18 @@ def exit_options(
         overrides: what was asked for.
         exit_layers: the model's early exits.
         policy: the checkpoint's own exit policy.
+        points: the checkpoint's operating points; None: it has none.
         spell: a field of `ExitOverrides` as the one who asks spells it, for messages.
 
     Raises:
         ExitOverrideError: the overrides contradict each other or the model.
         OfframpError: the engine's own objection to a value.
     """
-    layers = tuple(exit_layers)
+    layers, points = tuple(exit_layers), points or OperatingPoints()
+    if overrides.operating_point is not None:
+        return _named(overrides.operating_point, overrides, points, spell)
+    if points.default is not None and overrides.first_of_all is None:
+        return _named(points.default, overrides, points, spell)
     if overrides.exit_policy == "full" or overrides.kv_policy == "full":
         return _full_depth(overrides, spell)
     if overrides.exit_layer is not None or overrides.kv_policy == "static":
@@ -90,6 +104,27 @@ def exit_options(
         )
     max_pending = ExitOptions.max_pending if overrides.max_pending is None else overrides.max_pending
     return ExitOptions(kv_policy, _thresholds(overrides, layers, policy, spell), max_pending)
+
+
+def point_options(point: OperatingPoint) -> ExitOptions:
+    """What a request carries that is answered at an operating point."""
+    return ExitOptions(point.kv_policy, point.policy, point.max_pending)
+
+
+def _named(name: str, overrides: ExitOverrides, points: OperatingPoints, spell: Callable[[str], str]) -> ExitOptions:
+    if (extra := overrides.first_of_all) is not None:
+        raise ExitOverrideError(
+            f"{spell('operating_point')} says all about depth, and {spell(extra)} stands beside it; leave one out.",
+            extra,
+        )
+    if name == EXACT:
+        return ExitOptions("full")
+    if name not in points.by_name:
+        raise ExitOverrideError(
+            f"{spell('operating_point')} {name!r} is no point of this model; it has {', '.join(points.names)}.",
+            "operating_point",
+        )
+    return point_options(points.by_name[name])
 
 
 def _full_depth(overrides: ExitOverrides, spell: Callable[[str], str]) -> ExitOptions:

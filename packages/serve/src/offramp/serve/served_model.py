@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from offramp.common.checkpoint import AnyCheckpoint
 from offramp.serve.config import EngineConfig, WatchSettings
 from offramp.serve.engine import Engine
 from offramp.serve.engine_thread import EngineThread
+from offramp.serve.exit_overrides import point_options
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.request.output import RequestOutput
-from offramp.serve.watch import Watch
+from offramp.serve.watch import Calibrated, Watch
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class ServedModel:
             block_size=engine.config.block_size,
             archive_sha256=archive_sha256,
         )
-        return cls(engine, card, max_requests, Watch(watch or WatchSettings()))
+        return cls(engine, card, max_requests, Watch(watch or WatchSettings(), _calibrated(engine.checkpoint)))
 
     def start(
         self, on_iteration: Callable[[Sequence[RequestOutput]], None], *, lease_s: float | None = None
@@ -95,3 +97,9 @@ class ServedModel:
         gc.collect()
         gc.freeze()
         return thread, service
+
+
+def _calibrated(checkpoint: AnyCheckpoint) -> list[Calibrated]:
+    """Ways of answering that can be compared with their calibration."""
+    points = checkpoint.points.by_name.values()
+    return [Calibrated(point_options(point), point.profile) for point in points if point.profile is not None]

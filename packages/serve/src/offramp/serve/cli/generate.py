@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
     engine = Engine.from_checkpoint(options.directory, config)
     if options.probe:
         engine.check_probe()
-    exits = exit_options(_overrides(options), engine.checkpoint.exits.layers, engine.checkpoint.policy, _flag)
+    checkpoint = engine.checkpoint
+    exits = exit_options(_overrides(options), checkpoint.exits.layers, checkpoint.policy, checkpoint.points, _flag)
     prompts = [_encode(engine, prompt) for prompt in asked]
     with tqdm(desc="Generating", unit="token", total=None, delay=1, file=sys.stderr) as bar:
 
@@ -114,6 +115,7 @@ def _probe_table(
 
 def _overrides(options: argparse.Namespace) -> ExitOverrides:
     return ExitOverrides(
+        operating_point=options.operating_point,
         measure=options.measure,
         threshold=options.threshold,
         thresholds=options.thresholds,
@@ -224,6 +226,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_depth(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--operating-point", metavar="NAME", help="a calibrated way of answering; `exact` is full depth")
     group.add_argument("--measure", choices=get_args(Measure), help="confidence measure (default: the checkpoint's)")
     group.add_argument(
         "--threshold", type=float, metavar="X", help="confidence to exceed at every exit (default: the checkpoint's)"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from offramp.common.exits.operating_point import OperatingPoints
 from offramp.common.exits.policy import ExitPolicy
 
 if TYPE_CHECKING:  # importing it would import torch
@@ -24,6 +25,7 @@ class ModelCard:
         num_layers: Its depth, the final exit.
         exit_layers: Its early exits.
         policy: The checkpoint's own exit policy.
+        points: Its operating points.
         eos_token_ids: Every token that ends a text.
         max_model_len: Longest prompt and completion together that the model can read, in tokens.
         cache_tokens: Longest prompt and completion together that the KV cache can hold, in tokens.
@@ -52,6 +54,7 @@ class ModelCard:
     run_id: str | None = None
     config_hash: str | None = None
     archive_sha256: str | None = None
+    points: OperatingPoints = field(default_factory=OperatingPoints)
 
     @classmethod
     def of(
@@ -85,6 +88,7 @@ class ModelCard:
             run_id=checkpoint.provenance.get("run_id"),
             config_hash=checkpoint.provenance.get("settings_sha256"),
             archive_sha256=archive_sha256,
+            points=checkpoint.points,
         )
 
     @property
@@ -109,6 +113,8 @@ class ModelCard:
                 "version": self.version,
                 "num_layers": self.num_layers,
                 "exit_layers": list(self.exit_layers),
+                "operating_points": list(self.points.names),
+                "default_operating_point": self.points.default,
                 "exit_policy": None if self.policy is None else self.policy.to_json(),
                 "max_model_len": self.max_model_len,
                 "max_source_len": self.max_source_len,

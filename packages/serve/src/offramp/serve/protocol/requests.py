@@ -136,12 +136,13 @@ class OfframpOptions(_Body):
     """Offramp's own part of a request: how deep its tokens run, and what the answer tells of that.
 
     Attributes:
-        exit_policy: See `ExitOverrides`, as for all fields up to `exit_layer`.
+        operating_point: See `ExitOverrides`, as for all fields up to `exit_layer`.
         return_exit_layers: Report the exit layer of every generated token.
         return_confidences: Report what the exit test measured for every generated token.
         priority: Requests with a smaller number go first.
     """
 
+    operating_point: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")] | None = None
     exit_policy: Literal["full", "early"] | None = None
     measure: Measure | None = None
     threshold: float | None = None

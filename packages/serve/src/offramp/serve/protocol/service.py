@@ -266,8 +266,9 @@ class OpenAIService:
 
     def _exit_options(self, options: OfframpOptions) -> ExitOptions:
         try:
+            card = self.card
             return exit_options(
-                options.overrides, self.card.exit_layers, self.card.policy, lambda field: f"'offramp.{field}'"
+                options.overrides, card.exit_layers, card.policy, card.points, lambda field: f"'offramp.{field}'"
             )
         except ExitOverrideError as fault:
             raise bad_request(str(fault), param=f"offramp.{fault.field}") from fault
