@@ -143,7 +143,7 @@ def colours() -> Iterator[None]:
     ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
     settings = {
         **dict.fromkeys(ink, _INK),
-        "axes.prop_cycle": mpl.cycler(color=SERIES),
+        "axes.prop_cycle": f"cycler('color', {list(SERIES)})",
         "axes.facecolor": "none",
         "figure.facecolor": "none",
         "savefig.facecolor": "none",

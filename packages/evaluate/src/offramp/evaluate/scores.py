@@ -166,14 +166,16 @@ def calibration_error(confidences: Sequence[float], hits: Sequence[bool], bins: 
     Raises:
         ValueError: a confidence is no probability.
     """
+    return sum(map(abs, calibration_gaps(confidences, hits, bins))) / len(hits) if len(hits) else math.nan
+
+
+def calibration_gaps(confidences: Sequence[float], hits: Sequence[bool], bins: int = 15) -> list[float]:
+    """Sum of the confidences less the number of hits, bin by bin: what `calibration_error` is made of, and adds up."""
     given = np.asarray(confidences, dtype=np.float64)
     right = np.asarray(hits, dtype=np.float64)
     if given.shape != right.shape:
         raise ValueError(f"{given.size} confidences of {right.size} hits")
-    if not given.size:
-        return math.nan
     if not ((given >= 0) & (given <= 1)).all():
         raise ValueError("a confidence is not from 0 to 1, so it is no probability")
     index = np.searchsorted(np.linspace(0, 1, bins + 1)[1:-1], given, side="left")
-    sums = [np.bincount(index, weights, bins) for weights in (given, right)]
-    return float(np.abs(sums[0] - sums[1]).sum() / given.size)
+    return np.bincount(index, given - right, bins).tolist()

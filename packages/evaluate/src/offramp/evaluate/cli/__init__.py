@@ -1,0 +1,1 @@
+"""`offramp evaluate` and `offramp report`."""

@@ -1,0 +1,225 @@
+"""`offramp evaluate`: quality against cost, at full depth and under every setting asked."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+from offramp.common.errors import OfframpError
+from offramp.common.exits.kv_policy import KVPolicy
+from offramp.common.exits.policy import Measure
+from offramp.serve.config import Dtype, EngineConfig, SyncPolicy
+from offramp.serve.exit_overrides import ExitOverrides, exit_options
+
+if TYPE_CHECKING:
+    from offramp.evaluate.answering import Setting
+
+_T = TypeVar("_T")
+_EARLY: tuple[KVPolicy, ...] = ("fill", "recompute", "verify")
+ANSWERS = "answers.jsonl"
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command with its arguments."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.list:
+        from offramp.evaluate.tasks import TASKS
+
+        for task in TASKS.values():
+            print(f"{task.name:16} {task.about}")
+        return 0
+    if options.directory is None or options.task is None:
+        parser.error("give a checkpoint directory and --task NAME; --list names the tasks")
+    config = _engine_config(options)  # before what takes seconds to import
+
+    from offramp.common.checkpoint import open_any_checkpoint
+    from offramp.evaluate.evaluation import Asked, evaluate
+    from offramp.evaluate.results import RESULTS, circumstances, plain, write_results
+    from offramp.evaluate.tables import as_text, evaluation_tables
+    from offramp.evaluate.tasks import TaskOptions, task_named
+
+    task = task_named(options.task)
+    given = TaskOptions(options.data, options.limit, options.prompt, options.reference, options.shots)
+    examples = task.load(given)
+    if (options.out / RESULTS).exists() and not options.overwrite:
+        raise OfframpError(f"{options.out / RESULTS} is there already; name another folder, or give --overwrite.")
+    checkpoint, _ = open_any_checkpoint(options.directory)
+    if checkpoint.policy is None and options.threshold is None:
+        print(
+            f"{options.directory} has no exit policy, so nothing leaves early; give --threshold X",
+            file=sys.stderr,
+        )
+    settings = _settings(options, config, checkpoint.exits.layers, checkpoint.policy, writes=task.kind == "write")
+    asked = Asked(options.directory, settings, options.baseline, options.chat, options.max_tokens, options.window)
+
+    def tell(what: str) -> None:
+        print(f"{task.name}, {len(examples)} examples: {what} ...", file=sys.stderr, flush=True)
+
+    found, rows = evaluate(task, examples, asked, options.data, tell)
+    results = plain({**circumstances(["offramp", "evaluate", *argv]), **found})
+    path = write_results(options.out, "evaluation", results)
+    if rows:
+        with (options.out / ANSWERS).open("w", encoding="utf-8") as file:
+            for row in rows:
+                print(json.dumps(plain(row), ensure_ascii=False), file=file)
+    if options.json:
+        print(json.dumps(results))
+    else:
+        print("\n\n".join(as_text(table) for table in evaluation_tables(results)))
+    print(f"Results are in {path}", file=sys.stderr)
+    return 0
+
+
+def _engine_config(options: argparse.Namespace) -> EngineConfig:
+    given: dict[str, Any] = {
+        "max_num_seqs": options.batch,
+        "dtype": options.dtype,
+        "device": options.device,
+        "num_threads": options.threads,
+    }
+    return EngineConfig(prefix_caching=False, **{name: value for name, value in given.items() if value is not None})
+
+
+def _settings(
+    options: argparse.Namespace, config: EngineConfig, layers: tuple[int, ...], policy: Any, *, writes: bool
+) -> list[Setting]:
+    """Every combination of what was asked; none where the model has no exits and nobody asked for any."""
+    from dataclasses import replace
+
+    from offramp.evaluate.answering import Setting
+
+    if options.threshold is None and policy is None:
+        return []
+    thresholds: tuple[float | None, ...] = options.threshold or (None,)
+    kv_policies: tuple[KVPolicy, ...] = options.kv_policy or (("fill",) if writes else ("recompute",))
+    found: list[Setting] = []
+    sync_policies: tuple[SyncPolicy, ...] = options.sync_policy
+    for threshold, kv_policy, sync_policy in itertools.product(thresholds, kv_policies, sync_policies):
+        overrides = ExitOverrides(measure=options.measure, threshold=threshold, kv_policy=kv_policy)
+        exits = exit_options(overrides, layers, policy, lambda field: f"--{field.replace('_', '-')}")
+        limit = "" if threshold is None else f" > {threshold:g}"
+        name = f"{kv_policy}{limit}" + (f", {sync_policy}" if len(sync_policies) > 1 else "")
+        found.append(Setting(name, exits, replace(config, sync_policy=sync_policy, quantile=options.quantile)))
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="offramp evaluate",
+        description="Measure a model's quality and cost on a task, at full depth and under every combination of the "
+        "settings asked: scores, agreement with full depth, depth and speed, each with its 95% interval. Options that "
+        "take several values take them with commas.",
+    )
+    parser.add_argument("directory", type=Path, nargs="?", help="a checkpoint directory, or a plain Hugging Face one")
+    parser.add_argument("--list", action="store_true", help="name the built-in tasks and what they need, and exit")
+    what = parser.add_argument_group("what is asked")
+    what.add_argument("--task", metavar="NAME", help="a built-in task, see --list")
+    what.add_argument("--data", type=Path, metavar="FILE", help="the task's data")
+    what.add_argument("--limit", type=int, metavar="N", help="examples, from the front (default: all of them)")
+    what.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: the task's)")
+    what.add_argument("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
+    what.add_argument(
+        "--prompt",
+        default="prompt",
+        metavar="COLUMN",
+        help='summarisation: what is summarised, a column or a format such as "{text}\\nTL;DR:" (default: %(default)s)',
+    )
+    what.add_argument(
+        "--reference",
+        default="references",
+        metavar="COLUMN",
+        help="summarisation: the good answer or answers (default: %(default)s)",
+    )
+    what.add_argument(
+        "--shots",
+        type=int,
+        default=4,
+        metavar="N",
+        help="gsm8k: rows that are solved in the prompt (default: %(default)s)",
+    )
+    what.add_argument(
+        "--window",
+        type=int,
+        metavar="TOKENS",
+        help="perplexity: tokens read at once (default: 512, or what the model takes)",
+    )
+    how = parser.add_argument_group("settings beside full depth")
+    how.add_argument(
+        "--threshold",
+        type=_list(_threshold),
+        metavar="X,...",
+        help="one threshold for all exits; `own` is the checkpoint's (default: own)",
+    )
+    how.add_argument("--measure", choices=get_args(Measure), help="confidence measure (default: the checkpoint's)")
+    how.add_argument(
+        "--kv-policy",
+        type=_list(_one_of(_EARLY)),
+        metavar="NAME,...",
+        help=f"some of {', '.join(_EARLY)} (default: fill; texts that are given are read as under recompute)",
+    )
+    how.add_argument(
+        "--sync-policy",
+        type=_list(_one_of(get_args(SyncPolicy))),
+        default=("regroup",),
+        metavar="NAME,...",
+        help=f"some of {', '.join(get_args(SyncPolicy))} (default: regroup)",
+    )
+    how.add_argument(
+        "--quantile",
+        type=float,
+        default=EngineConfig.quantile,
+        metavar="Q",
+        help="share that must be sure for quantile (default: %(default)s)",
+    )
+    how.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="DIR",
+        help="also measure another model at its full depth, such as a shallower one",
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--batch", type=int, default=8, metavar="N", help="most answers at a time (default: %(default)s)"
+    )
+    engine.add_argument("--dtype", choices=get_args(Dtype), help="of weights, states and KV cache (default: fp32)")
+    engine.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:N or auto (default: cpu)")
+    engine.add_argument("--threads", type=int, metavar="N", help="CPU threads of the engine")
+    out = parser.add_argument_group("results")
+    out.add_argument(
+        "--out",
+        type=Path,
+        default=Path("evaluation"),
+        metavar="DIR",
+        help="folder for results.json and answers.jsonl (default: %(default)s)",
+    )
+    out.add_argument("--overwrite", action="store_true", help="replace results that are there")
+    out.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
+    return parser
+
+
+def _list(item: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
+    return lambda text: tuple(item(part) for part in text.split(","))
+
+
+def _threshold(text: str) -> float | None:
+    if text == "own":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor `own`") from None
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
+    def name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
+
+    return name

@@ -1,0 +1,11 @@
+"""The subcommands that offramp-evaluate contributes to `offramp`."""
+
+from __future__ import annotations
+
+from offramp.common.command import Command
+
+evaluate = Command(
+    summary="Measure quality against cost on a task, at full depth and with early exits",
+    main="offramp.evaluate.cli.evaluate:main",
+    step=45,
+)
