@@ -37,7 +37,7 @@ def test_json_and_back() -> None:
     ],
 )
 def test_what_is_none_is_refused(broken: dict[str, Any]) -> None:
-    with pytest.raises(OfframpError, match="point|belongs to full depth"):
+    with pytest.raises(OfframpError, match=r"point|belongs to full depth"):
         OperatingPoints.from_json(broken)
 
 

@@ -12,6 +12,7 @@ from helpers.tiny import tiny_checkpoint
 from offramp.common.cli import main as offramp
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.operating_point import OperatingPoint, OperatingPoints
 from offramp.common.exits.policy import ExitPolicy
 from offramp.evaluate.cli.evaluate import main
 from offramp.evaluate.figures import same_share
@@ -25,6 +26,9 @@ POLICY = ExitPolicy("margin", {1: 0.3, 2: 0.3, 3: 0.3})
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
     tiny_checkpoint(folder / "model", ExitConfig((1, 2, 3)), POLICY)
+    record = json.loads((folder / "model" / "exits.json").read_text())
+    points = OperatingPoints({"safe": OperatingPoint("recompute", POLICY.with_threshold(0.6, (1, 2, 3)))})
+    (folder / "model" / "exits.json").write_text(json.dumps({**record, "points": points.to_json()}))
     tiny_checkpoint(folder / "shallow", num_hidden_layers=2)
     tiny_checkpoint(folder / "exits", ExitConfig((2,)))
     questions = ("Tiny models", "random weights", "drawn wider")
@@ -53,8 +57,9 @@ def test_answers(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     results, settings = evaluate(
         *(folder, tmp_path / "out", "--task", "summarisation", "--data", str(data), "--max-tokens", "12"),
         *("--threshold", "own,1", "--kv-policy", "fill,verify", "--baseline", str(folder / "shallow")),
+        *("--point", "safe"),
     )
-    assert list(settings) == ["full depth", "fill", "verify", "fill > 1", "verify > 1", "baseline"]
+    assert list(settings) == ["full depth", "safe", "fill", "verify", "fill > 1", "verify > 1", "baseline"]
     assert results["data"]["examples"] == 3
     assert results["models"]["baseline"]["layers"] == 2
     assert results["command"].startswith("offramp evaluate ")
@@ -70,6 +75,8 @@ def test_answers(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     fill = values(settings["fill"])
     assert fill["same_tokens"] < 1
     assert 1 < fill["layers_per_token"] < full["layers_per_token"] == 4
+    assert settings["safe"]["kv_policy"] == "recompute"
+    assert settings["safe"]["policy"]["thresholds"] == {"1": 0.6, "2": 0.6, "3": 0.6}
     depths = settings["fill"]["depths"]
     assert sum(depths.values()) == 3 * 11
     assert fill["early_tokens"] == pytest.approx(1 - depths["4"] / 33)
@@ -78,7 +85,7 @@ def test_answers(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert settings["baseline"]["depths"] == {"2": 33}
     assert settings["fill"]["policy"] == POLICY.to_json()
     rows = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
-    assert len(rows) == 6 * 3
+    assert len(rows) == 7 * 3
     assert rows[0]["scores"].keys() == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if line.startswith("fill > 1")][-1].endswith("no token left early")
@@ -119,6 +126,7 @@ def test_perplexity(folder: Path, tmp_path: Path) -> None:
             "--threshold needs early exits",
         ),
         (["model", "--task", "perplexity", "--data", "texts.jsonl", "--threshold", "1,1"], "names of their own"),
+        (["model", "--task", "perplexity", "--data", "texts.jsonl", "--point", "fast"], "'fast'"),
         (["model", "--task", "summarisation", "--data", "summaries.jsonl", "--batch", "0"], "max_num_seqs"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -17,6 +18,7 @@ from offramp.serve.config import Dtype, EngineConfig, SyncPolicy
 from offramp.serve.exit_overrides import ExitOverrides, exit_options
 
 if TYPE_CHECKING:
+    from offramp.common.checkpoint import AnyCheckpoint
     from offramp.evaluate.answering import Setting
 
 _T = TypeVar("_T")
@@ -50,12 +52,12 @@ def main(argv: list[str]) -> int:
     if (options.out / RESULTS).exists() and not options.overwrite:
         raise OfframpError(f"{options.out / RESULTS} is there already; name another folder, or give --overwrite.")
     checkpoint, _ = open_any_checkpoint(options.directory)
-    if checkpoint.policy is None and options.threshold is None:
+    if checkpoint.policy is None and options.threshold is None and options.point is None:
         print(
             f"{options.directory} has no exit policy, so nothing leaves early; give --threshold X",
             file=sys.stderr,
         )
-    settings = _settings(options, config, checkpoint.exits.layers, checkpoint.policy, writes=task.kind == "write")
+    settings = _settings(options, config, checkpoint, writes=task.kind == "write")
     asked = Asked(options.directory, settings, options.baseline, options.chat, options.max_tokens, options.window)
 
     def tell(what: str) -> None:
@@ -69,7 +71,7 @@ def main(argv: list[str]) -> int:
             for row in rows:
                 print(json.dumps(plain(row), ensure_ascii=False), file=file)
     if options.json:
-        print(json.dumps(results))
+        print(path.read_text(encoding="utf-8"), end="")
     else:
         print("\n\n".join(as_text(table) for table in evaluation_tables(results)))
     print(f"Results are in {path}", file=sys.stderr)
@@ -87,26 +89,31 @@ def _engine_config(options: argparse.Namespace) -> EngineConfig:
 
 
 def _settings(
-    options: argparse.Namespace, config: EngineConfig, layers: tuple[int, ...], policy: Any, *, writes: bool
+    options: argparse.Namespace, config: EngineConfig, checkpoint: AnyCheckpoint, *, writes: bool
 ) -> list[Setting]:
     """Every combination of what was asked; none where the model has no exits and nobody asked for any."""
-    from dataclasses import replace
-
     from offramp.evaluate.answering import Setting
 
-    if options.threshold is None and policy is None:
-        return []
-    thresholds: tuple[float | None, ...] = options.threshold or (None,)
-    kv_policies: tuple[KVPolicy, ...] = options.kv_policy or (("fill",) if writes else ("recompute",))
+    asked: list[tuple[str, ExitOverrides]] = [
+        (name, ExitOverrides(operating_point=name)) for name in options.point or ()
+    ]
+    if options.threshold is not None or (checkpoint.policy is not None and not asked):
+        thresholds: tuple[float | None, ...] = options.threshold or (None,)
+        kv_policies: tuple[KVPolicy, ...] = options.kv_policy or (("fill",) if writes else ("recompute",))
+        for threshold, kv_policy in itertools.product(thresholds, kv_policies):
+            overrides = ExitOverrides(measure=options.measure, threshold=threshold, kv_policy=kv_policy)
+            asked.append((kv_policy if threshold is None else f"{kv_policy} > {threshold:g}", overrides))
     found: list[Setting] = []
     sync_policies: tuple[SyncPolicy, ...] = options.sync_policy
-    for threshold, kv_policy, sync_policy in itertools.product(thresholds, kv_policies, sync_policies):
-        overrides = ExitOverrides(measure=options.measure, threshold=threshold, kv_policy=kv_policy)
-        exits = exit_options(overrides, layers, policy, lambda field: f"--{field.replace('_', '-')}")
-        limit = "" if threshold is None else f" > {threshold:g}"
-        name = f"{kv_policy}{limit}" + (f", {sync_policy}" if len(sync_policies) > 1 else "")
-        found.append(Setting(name, exits, replace(config, sync_policy=sync_policy, quantile=options.quantile)))
+    for (name, overrides), sync_policy in itertools.product(asked, sync_policies):
+        exits = exit_options(overrides, checkpoint.exits.layers, checkpoint.policy, checkpoint.points, _spelled)
+        engine = dataclasses.replace(config, sync_policy=sync_policy, quantile=options.quantile)
+        found.append(Setting(f"{name}, {sync_policy}" if len(sync_policies) > 1 else name, exits, engine))
     return found
+
+
+def _spelled(field: str) -> str:
+    return "--point" if field == "operating_point" else f"--{field.replace('_', '-')}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,6 +162,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_list(_threshold),
         metavar="X,...",
         help="one threshold for all exits; `own` is the checkpoint's (default: own)",
+    )
+    how.add_argument(
+        "--point", type=_list(str), metavar="NAME,...", help="operating points of the checkpoint, as calibrated"
     )
     how.add_argument("--measure", choices=get_args(Measure), help="confidence measure (default: the checkpoint's)")
     how.add_argument(
