@@ -9,3 +9,8 @@ evaluate = Command(
     main="offramp.evaluate.cli.evaluate:main",
     step=45,
 )
+report = Command(
+    summary="Write results of evaluations and studies as one HTML page",
+    main="offramp.evaluate.cli.report:main",
+    step=47,
+)

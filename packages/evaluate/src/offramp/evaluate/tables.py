@@ -95,3 +95,8 @@ def as_text(table: Table) -> str:
         for cells in (enumerate(zip(line, widths, strict=True)) for line in lines)
     ]
     return "\n".join(text.rstrip() for text in [table.title, *drawn, *([table.note] if table.note else [])])
+
+
+def study_tables(results: Mapping[str, Any]) -> list[Table]:
+    """The tables of a study, which come as they are shown."""
+    return [Table(one["columns"], one["rows"], one["title"], one["note"]) for one in results["tables"]]
