@@ -44,6 +44,11 @@ def test_answers_are_those_of_naive_generation(directory: Path, exits: ExitOptio
         early += sum(layer < 4 for layer in answer.deep_layers)
     assert (early > 0) == (exits.kv_policy != "full")
     assert answers.depths.total() == 3 * 11
+    said_after = sum(layer * count for layer, count in answers.depths.items()) / (3 * 11)
+    if exits.kv_policy == "verify":  # rows that left run their other layers later
+        assert said_after < answers.layers_per_token
+    else:
+        assert answers.layers_per_token == pytest.approx(said_after)
     last = max(answer.times[-1] for answer in answers.given)
     assert sum(answer.cost_s for answer in answers.given) == pytest.approx(last)
     assert last <= answers.seconds
@@ -54,7 +59,7 @@ def test_times_as_the_paper_counts_them() -> None:
     def answer(*times: float) -> Answer:
         return Answer("", [0] * len(times), [4] * len(times), [None] * len(times), list(times), 0.0, "stop")
 
-    answers = Answers(Setting("it"), [answer(1.0, 2.0, 4.0), answer(3.0)], 5.0)
+    answers = Answers(Setting("it"), [answer(1.0, 2.0, 4.0), answer(3.0)], 5.0, 4.0)
     assert answers.tokens_per_second == 4 / 5
     assert answers.inner_token_latency_s == (4 - 1 + 0) / 4
 

@@ -80,11 +80,14 @@ class Answers:
         setting: under which.
         given: one for each prompt.
         seconds: from the start to the last token.
+        layers_per_token: layers run for each token that could leave early; passes that were made up for later, or only
+            for the sake of keys and values, count.
     """
 
     setting: Setting
     given: list[Answer]
     seconds: float
+    layers_per_token: float
 
     @property
     def texts(self) -> list[str]:
@@ -167,6 +170,9 @@ class Answerer:
                 metrics[index] = output.metrics
             on_token(len(output.new_token_ids))
 
+        totals, num_layers = engine.metrics.totals, engine.checkpoint.model.config.num_layers
+        # Prompts run all layers, so what remains was run for tokens.
+        before = totals.row_layers - num_layers * totals.prefill_rows
         start = time.perf_counter()
         completions = generate(engine, prompts, sampling, setting.exits, on_output=take)
         seconds = time.perf_counter() - start
@@ -185,7 +191,9 @@ class Answerer:
             )
             for one, moments, cost in zip(completions, times, costs(times), strict=True)
         ]
-        return Answers(setting, given, seconds)
+        later = sum(len(answer.deep_layers) for answer in given)
+        spent = totals.row_layers - num_layers * totals.prefill_rows - before
+        return Answers(setting, given, seconds, spent / later if later else float(num_layers))
 
 
 def costs(times: Sequence[Sequence[float]]) -> list[float]:

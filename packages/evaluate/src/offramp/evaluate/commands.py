@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from offramp.common.command import Command
 
+calibrate = Command(
+    summary="Find thresholds that keep a promise about quality, as operating points of a checkpoint directory",
+    main="offramp.evaluate.cli.calibrate:main",
+    step=35,
+)
 evaluate = Command(
     summary="Measure quality against cost on a task, at full depth and with early exits",
     main="offramp.evaluate.cli.evaluate:main",

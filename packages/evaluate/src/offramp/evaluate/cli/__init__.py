@@ -1,1 +1,1 @@
-"""`offramp evaluate` and `offramp report`."""
+"""The subcommands of offramp-evaluate."""

@@ -7,13 +7,13 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from offramp.common.errors import OfframpError
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import Measure
+from offramp.evaluate.cli.options import add_task_options, comma_separated, one_of, task_options
 from offramp.serve.config import Dtype, EngineConfig, SyncPolicy
 from offramp.serve.exit_overrides import ExitOverrides, exit_options
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from offramp.common.checkpoint import AnyCheckpoint
     from offramp.evaluate.answering import Setting
 
-_T = TypeVar("_T")
 _EARLY: tuple[KVPolicy, ...] = ("fill", "recompute", "verify")
 ANSWERS = "answers.jsonl"
 
@@ -44,11 +43,10 @@ def main(argv: list[str]) -> int:
     from offramp.evaluate.evaluation import Asked, evaluate
     from offramp.evaluate.results import RESULTS, circumstances, plain, write_results
     from offramp.evaluate.tables import as_text, evaluation_tables
-    from offramp.evaluate.tasks import TaskOptions, task_named
+    from offramp.evaluate.tasks import task_named
 
     task = task_named(options.task)
-    given = TaskOptions(options.data, options.limit, options.prompt, options.reference, options.shots)
-    examples = task.load(given)
+    examples = task.load(task_options(options))
     if (options.out / RESULTS).exists() and not options.overwrite:
         raise OfframpError(f"{options.out / RESULTS} is there already; name another folder, or give --overwrite.")
     checkpoint, _ = open_any_checkpoint(options.directory)
@@ -125,31 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("directory", type=Path, nargs="?", help="a checkpoint directory, or a plain Hugging Face one")
     parser.add_argument("--list", action="store_true", help="name the built-in tasks and what they need, and exit")
-    what = parser.add_argument_group("what is asked")
-    what.add_argument("--task", metavar="NAME", help="a built-in task, see --list")
-    what.add_argument("--data", type=Path, metavar="FILE", help="the task's data")
-    what.add_argument("--limit", type=int, metavar="N", help="examples, from the front (default: all of them)")
-    what.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: the task's)")
-    what.add_argument("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
-    what.add_argument(
-        "--prompt",
-        default="prompt",
-        metavar="COLUMN",
-        help='summarisation: what is summarised, a column or a format such as "{text}\\nTL;DR:" (default: %(default)s)',
-    )
-    what.add_argument(
-        "--reference",
-        default="references",
-        metavar="COLUMN",
-        help="summarisation: the good answer or answers (default: %(default)s)",
-    )
-    what.add_argument(
-        "--shots",
-        type=int,
-        default=4,
-        metavar="N",
-        help="gsm8k: rows that are solved in the prompt (default: %(default)s)",
-    )
+    what = add_task_options(parser, required=False)
     what.add_argument(
         "--window",
         type=int,
@@ -159,23 +133,26 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("settings beside full depth")
     how.add_argument(
         "--threshold",
-        type=_list(_threshold),
+        type=comma_separated(_threshold),
         metavar="X,...",
         help="one threshold for all exits; `own` is the checkpoint's (default: own)",
     )
     how.add_argument(
-        "--point", type=_list(str), metavar="NAME,...", help="operating points of the checkpoint, as calibrated"
+        "--point",
+        type=comma_separated(str),
+        metavar="NAME,...",
+        help="operating points of the checkpoint, as calibrated",
     )
     how.add_argument("--measure", choices=get_args(Measure), help="confidence measure (default: the checkpoint's)")
     how.add_argument(
         "--kv-policy",
-        type=_list(_one_of(_EARLY)),
+        type=comma_separated(one_of(_EARLY)),
         metavar="NAME,...",
         help=f"some of {', '.join(_EARLY)} (default: fill; texts that are given are read as under recompute)",
     )
     how.add_argument(
         "--sync-policy",
-        type=_list(_one_of(get_args(SyncPolicy))),
+        type=comma_separated(one_of(get_args(SyncPolicy))),
         default=("regroup",),
         metavar="NAME,...",
         help=f"some of {', '.join(get_args(SyncPolicy))} (default: regroup)",
@@ -213,10 +190,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list(item: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
-    return lambda text: tuple(item(part) for part in text.split(","))
-
-
 def _threshold(text: str) -> float | None:
     if text == "own":
         return None
@@ -224,12 +197,3 @@ def _threshold(text: str) -> float | None:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor `own`") from None
-
-
-def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
-    def name(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
-        return text
-
-    return name

@@ -20,6 +20,7 @@ from typing_extensions import override
 from offramp.common.errors import OfframpError
 from offramp.common.families import read_config
 from offramp.common.hf import read_json
+from offramp.common.prompt_sketch import PromptSketch
 from offramp.common.t5.config import T5Config
 from offramp.common.tokenizer import load_tokenizer
 from offramp.train.data.batch import AnyBatch
@@ -126,6 +127,7 @@ class TextDataModule(pl.LightningDataModule):
         self.skipped: dict[Split, dict[str, int]] = {}
         self.truncated: dict[Split, int] = {}
         self._prepared: dict[Split, Prepared | IterableDataset] = {}
+        self._prompts: dict[str, Any] | None = None  # a sketch of the training data's, see `PromptSketch`
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._train_loader: BatchLoader | None = None
 
@@ -186,7 +188,8 @@ class TextDataModule(pl.LightningDataModule):
         lengths = {"sequence_length": self.sequence_length}
         if self.source_length is not None:
             lengths["source_length"] = self.source_length
-        return {"source": source.name, **lengths, "seed": self.seed, **known}
+        prompts = {} if self._prompts is None else {"prompts": self._prompts}
+        return {"source": source.name, **lengths, "seed": self.seed, **known, **prompts}
 
     def _has(self, split: Split) -> bool:
         return self.sources[split] is not None or (split == "validation" and self.validation_share > 0)
@@ -254,6 +257,9 @@ class TextDataModule(pl.LightningDataModule):
         if held_out:
             parts = rows.train_test_split(test_size=self.validation_share, seed=self.seed, load_from_cache_file=False)
             rows = parts["train" if split == "train" else "test"]
+        if split == "train" and source.prompt is not None:
+            sketch = PromptSketch.of(filter(None, (encoder.prompt(cast("dict[str, Any]", row)) for row in rows)))
+            self._prompts = sketch.to_json()
         prepared = _encode(rows, encoder, f"{split} ({source.name})", self.cache_directory)
         self.skipped[split], self.truncated[split] = prepared.skipped, prepared.truncated
         self._prepared[split] = prepared

@@ -117,6 +117,10 @@ class RowEncoder:
             parts.append(repr(self.source_rule))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
+    def prompt(self, row: Mapping[str, Any]) -> str | None:
+        """The text that is given in a row of prompt and completion; None if it is blank, or the row is none."""
+        return None if self.source.prompt is None else self._fill(self.source.prompt, row)
+
     def encode(self, row: Mapping[str, Any]) -> Encoded:
         """The examples of one row, or why there are none.
 

@@ -1,0 +1,81 @@
+"""Options that several commands have, and how their values are read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from offramp.evaluate.tasks import TaskOptions
+
+_T = TypeVar("_T")
+
+
+def add_task_options(parser: argparse.ArgumentParser, *, required: bool = True) -> argparse._ArgumentGroup:
+    """Adds what says which task is asked, as a group of their own; it is returned, for more.
+
+    Args:
+        parser: gets them.
+        required: whether there must be a task.
+    """
+    group = parser.add_argument_group("what is asked")
+    group.add_argument(
+        "--task", required=required, metavar="NAME", help="a built-in task; `offramp evaluate --list` names them"
+    )
+    group.add_argument("--data", type=Path, metavar="FILE", help="the task's data")
+    group.add_argument("--limit", type=int, metavar="N", help="examples, from the front (default: all of them)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: the task's)")
+    group.add_argument("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
+    group.add_argument(
+        "--prompt",
+        default="prompt",
+        metavar="COLUMN",
+        help='summarisation: what is summarised, a column or a format such as "{text}\\nTL;DR:" (default: %(default)s)',
+    )
+    group.add_argument(
+        "--reference",
+        default="references",
+        metavar="COLUMN",
+        help="summarisation: the good answer or answers (default: %(default)s)",
+    )
+    group.add_argument(
+        "--shots",
+        type=int,
+        default=4,
+        metavar="N",
+        help="gsm8k: rows that are solved in the prompt (default: %(default)s)",
+    )
+    return group
+
+
+def task_options(options: argparse.Namespace) -> TaskOptions:
+    """What was given of `add_task_options`."""
+    from offramp.evaluate.tasks import TaskOptions
+
+    return TaskOptions(options.data, options.limit, options.prompt, options.reference, options.shots)
+
+
+def comma_separated(read: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:
+    """Reads values with commas between them."""
+
+    def values(text: str) -> tuple[_T, ...]:
+        try:
+            return tuple(read(part.strip()) for part in text.split(","))
+        except ValueError as fault:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of values with commas: {fault}") from None
+
+    return values
+
+
+def one_of(names: Sequence[_T]) -> Callable[[str], _T]:
+    """Reads one of some names."""
+
+    def name(text: str) -> _T:
+        for one in names:
+            if one == text:
+                return one
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(map(str, names))}")
+
+    return name
