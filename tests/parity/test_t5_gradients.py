@@ -52,6 +52,13 @@ PROCESSES: dict[str, tuple[int, T5Case]] = {
     "cut in the encoder, ZeRO-1": (2, T5Case(bounds=(2,), zero_stage=1)),
     "two replicas": (1, T5Case(bounds=(), micro_batches=2)),
 }
+FOUR_PROCESSES: dict[str, tuple[int, T5Case]] = {
+    "two stages, two replicas": (2, T5Case(micro_batches=2)),
+    "the same, cut in the decoder, untied": (
+        2, T5Case(bounds=(ENCODER_LAYERS + 2,), tied_embeddings=False, exits=(1, 2, 3), micro_batches=2),
+    ),
+    "four stages": (4, T5Case(bounds=(2, 4, 5), exits=(1, 2, 3), head="final")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -97,14 +104,11 @@ def fp32_error(case: T5Case, replicas: int, exact: dict[str, Any], norm: float) 
     return worst(single, exact, norm)[0]
 
 
-@pytest.mark.slow
-def test_two_processes_equal_one() -> None:
-    """In fp64 to 1e-12, and in fp32 about as exactly as one process is."""
-    cases = {name: (pipe, replace(case, double=not case.zero_stage)) for name, (pipe, case) in PROCESSES.items()}
-    cases |= {f"{name}, fp32": PROCESSES[name] for name in ("tied", "untied")}
-    answers = run_processes(pipeline, 2, cast("list[Any]", list(cases.values())), timeout_s=600)
+def check_processes(num_processes: int, cases: dict[str, tuple[int, T5Case]]) -> None:
+    """Gradients, their norm and losses of a pipeline's processes are those of one process."""
+    answers = run_processes(pipeline, num_processes, cast("list[Any]", list(cases.values())), timeout_s=600)
     for index, (name, (pipe, case)) in enumerate(cases.items()):
-        replicas = 2 // pipe
+        replicas = num_processes // pipe
         exact, report = t5_oracle(replace(case, double=True), replicas)
         bound, close = 1e-12, 1e-11
         if not case.double:
@@ -114,7 +118,7 @@ def test_two_processes_equal_one() -> None:
             assert scale < 1.0
             exact = {parameter: gradient * scale for parameter, gradient in exact.items()}
         seen = set()
-        for answer in (both[index] for both in answers):
+        for answer in (every[index] for every in answers):
             error, parameter = worst(answer["gradients"], exact, report["norm"])
             assert error < bound, f"{name}, {parameter}: {error}"
             assert answer["norm"] == pytest.approx(report["norm"], rel=close)
@@ -123,6 +127,18 @@ def test_two_processes_equal_one() -> None:
                 for key in (key for key in report if key.startswith("loss")):
                     assert answer[kind][key] == pytest.approx(report[key], rel=10 * close), f"{name}: {kind} {key}"
         assert seen == exact.keys(), "a parameter lies on no stage"
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one() -> None:
+    """In fp64 to 1e-12, and in fp32 about as exactly as one process is."""
+    cases = {name: (pipe, replace(case, double=not case.zero_stage)) for name, (pipe, case) in PROCESSES.items()}
+    check_processes(2, cases | {f"{name}, fp32": PROCESSES[name] for name in ("tied", "untied")})
+
+
+@pytest.mark.slow
+def test_four_processes_equal_one() -> None:
+    check_processes(4, {name: (pipe, replace(case, double=True)) for name, (pipe, case) in FOUR_PROCESSES.items()})
 
 
 def test_distillation_and_soft_labels_read_scaled_states() -> None:

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.live_bytes import LiveBytes
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from helpers.kept_bytes import kept_bytes
 from helpers.tiny import tiny_model
 from offramp.common.exits.config import ExitConfig
-from offramp.common.model.transformer import MultiExitTransformer
 from offramp.train.linear_cross_entropy import linear_cross_entropy
 from offramp.train.losses import exit_reader
 from offramp.train.pipeline.costs import MicroBatchShape, head_cost, layer_cost
 
 ROWS, TIME = 2, 96
-
-
-def kept_bytes(model: MultiExitTransformer, shape: MicroBatchShape, run: Callable[[], Any], inputs: set[int]) -> int:
-    """Bytes of the distinct tensors that autograd saves, without parameters, their casts and `inputs`."""
-    weights = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape[::-1]) for p in model.parameters()}
-    known = inputs | {p.data_ptr() for p in model.parameters()}
-    seen: dict[int, tuple[int, Tensor]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known and tuple(tensor.shape) not in weights:
-            seen[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    autocast = torch.autocast("cpu", torch.bfloat16) if shape.mixed else contextlib.nullcontext()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-        keep = run()
-    assert keep is not None
-    return sum(size for size, _ in seen.values())
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -20,7 +20,6 @@ from offramp.common.importing import NewExits, import_model
 from offramp.train.encoder_decoder import check_module
 from offramp.train.export import export_checkpoint
 from offramp.train.lora import LoraConfig
-from offramp.train.plan import plan_recipe
 from offramp.train.trained_model import TrainedModel
 
 TIED: dict[str, Any] = {"num_layers": 2}
@@ -133,14 +132,6 @@ def test_fp16_is_refused(tied: Path) -> None:
     # Not by a run: on CPU, Lightning makes bf16 of it first.
     with pytest.raises(OfframpError, match="T5 does not run in fp16"):
         check_module(load_t5(tied).config, lora=False, compiled=False, precision="16-mixed")
-
-
-def test_a_plan_is_refused(tied: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "t5.yaml"
-    data = "{tokenizer: x, train: {path: x}, batch_size: 4, sequence_length: 9}"
-    recipe.write_text(f"model: {{checkpoint: {tied}}}\ndata: {data}\ntrainer: {{max_steps: 1}}\n")
-    with pytest.raises(OfframpError, match="'t5' is an encoder-decoder model, which is imported, trained"):
-        plan_recipe([recipe])
 
 
 def test_pairs_are_refused_by_a_decoder_only_model(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from helpers.tiny import tiny_checkpoint
 from offramp.common.checkpoint import load_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
+from offramp.common.model.config import ModelConfig
 from offramp.train.cli import build
 from offramp.train.pipeline.costs import layer_cost
 from offramp.train.pipeline.report import stage_records
@@ -180,7 +181,9 @@ def test_given_times_are_used(recipe: Path) -> None:
 def test_times_from_operations(recipe: Path) -> None:
     planned = plan_recipe([recipe], [("plan.tflops", "0.001"), ("plan.link_gbps", "1")])
     times, shape = planned.estimator.times, planned.estimator.shape
-    assert times.layer.forward == pytest.approx(layer_cost(planned.estimator.model.config, shape).flops / 1e9)
+    config = planned.estimator.model.config
+    assert isinstance(config, ModelConfig)
+    assert times.layer.forward == pytest.approx(layer_cost(config, shape).flops / 1e9)
     assert times.layer.backward == pytest.approx(2 * times.layer.forward)
     assert times.transfer == pytest.approx(2 * 64 * 32 * 4 * 8 / 1e9)
 

@@ -6,7 +6,6 @@ import pytest
 
 from helpers.gradients_t5 import ENCODER_LAYERS, T5Case
 from offramp.common.errors import OfframpError
-from offramp.train.pipeline.report import layers_only
 from offramp.train.pipeline.stages import layer_costs, plan_stages
 from offramp.train.pipeline.t5_stages import make_stage
 
@@ -45,14 +44,8 @@ def test_long_sources_move_the_boundary_into_the_encoder() -> None:
     assert (one[-1], two[-1]) == (decoder, decoder + keys_values)
 
 
-def test_stages_are_described_and_too_many_refused() -> None:
+def test_too_many_stages_are_refused() -> None:
     model = T5Case().model()
-    plan = plan_stages(model.config, model.exit_config, 2, [ENCODER_LAYERS])
-    report = layers_only(plan, model)
-    assert [(stage["encoder_layers"], stage["layers"]) for stage in report.stages] == [([1, 3], []), ([], [1, 4])]
-    parameters = sum(stage["parameters"] for stage in report.stages) - model.embed_tokens.weight.numel()
-    assert parameters == sum(p.numel() for p in model.parameters()), "the tied embedding is on both"
-    assert "encoder layers" in report.text
     with pytest.raises(OfframpError, match=r"stage_bounds \[7\] must be 1 ascending layer numbers inside 1\.\.6"):
         plan_stages(model.config, model.exit_config, 2, [7])
     with pytest.raises(OfframpError, match="a model of 7 layers cannot be divided into 8 stages"):

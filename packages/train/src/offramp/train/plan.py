@@ -19,11 +19,12 @@ import torch
 from offramp.common.checkpoint import EXITS_JSON
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
+from offramp.common.families import AnyModel, make_model, read_config
 from offramp.common.hf import read_json
-from offramp.common.model.config import ModelConfig
-from offramp.common.model.transformer import MultiExitTransformer
+from offramp.common.t5.config import T5Config
 from offramp.train.cli import DEFAULT_CLASSES, EXIT_USAGE, read_configuration
 from offramp.train.depth_spread import DepthSpread
+from offramp.train.encoder_decoder import check_module, check_pipeline
 from offramp.train.exit_weights import Curriculum, WeightSchedule
 from offramp.train.freezing import freeze_parameters, untrained
 from offramp.train.objective import ObjectiveConfig, RunObjective
@@ -75,7 +76,8 @@ options:
 What is known about the machines stands under plan: in the recipe, or here:
   --tflops X               10^12 floating-point operations per second that a device reaches; measured here if not given
   --profile true           run one layer, the embedding and the heads on this machine instead
-  --time.NAME SECONDS      of a micro-batch: embedding_, layer_, exit_, final_ with forward or backward, and transfer
+  --time.NAME SECONDS      of a micro-batch: embedding_, layer_, encoder_layer_, exit_, final_ with forward or backward,
+                           and transfer
   --link_gbps X            10^9 bits per second between neighbouring stages; messages take no time if not given
   --memory_gib X           of a device; a stage that needs more is pointed out
   --fill_warmup N, --fill_cooldown N   micro-batches put into the bubbles; as many as fit if not given
@@ -177,6 +179,7 @@ class Planned:
             "times": {
                 "source": times.source,
                 "embedding": list(times.embedding),
+                **({"encoder_layer": list(times.encoder_layer)} if estimator.plan.encoder_bounds else {}),
                 "layer": list(times.layer),
                 "heads": {str(layer): list(seconds) for layer, seconds in times.heads.items()},
                 "transfer": times.transfer,
@@ -230,21 +233,31 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
     model, module = _model(configuration["model"])
     trainer, data = configuration["trainer"], configuration["data"].get("init_args") or {}
     strategy = _strategy(trainer.get("strategy"))
-    for key in ("batch_size", "sequence_length"):
+    encoder = isinstance(model.config, T5Config)
+    for key in ("batch_size", "sequence_length", *(("source_length",) if encoder else ())):
         if not isinstance(data.get(key), int):
             raise OfframpError(f"plan needs data.{key}; {configuration['data'].get('class_path')} does not say it")
     pipe, tensor, parts = strategy["pipe"], strategy["tensor"], strategy["micro_batches"]
     lora, compiled = bool(module.get("lora")), bool(module.get("compile_layers"))
-    check_tensor_parallel(model.config, tensor, lora=lora, compiled=compiled)
+    fills = FillSettings.from_value(strategy["fill_bubbles"])
+    if isinstance(model.config, T5Config):
+        check_module(model.config, lora=lora, compiled=compiled, precision=str(trainer.get("precision")))
+        check_pipeline(tensor=tensor, fills=fills is not None)
+    else:
+        check_tensor_parallel(model.config, tensor, lora=lora, compiled=compiled)
     shape = MicroBatchShape(
         rows=_rows(data["batch_size"], parts),
         time=data["sequence_length"],
         labelled_share=strategy["labelled_share"],
         mixed="mixed" in str(trainer.get("precision")),
+        source_time=data["source_length"] if encoder else 0,
     )
     bounds, placement = strategy.get("stage_bounds"), strategy.get("exit_placement", "next_stage")
     # The same call that the strategy makes, so that fit runs what is planned.
-    plan = plan_stages(model.config, model.exit_config, pipe, bounds, shape.labelled_share, placement, model.depth)
+    share = shape.source_time / shape.time if encoder else 1.0
+    plan = plan_stages(
+        model.config, model.exit_config, pipe, bounds, shape.labelled_share, placement, model.depth, share
+    )
     if module.get("fill_aware"):
         notes.append("fill_aware: tokens frozen at an exit still count as if all layers computed them.")
     if (module.get("objective") or {}).get("curriculum"):
@@ -255,7 +268,7 @@ def plan_recipe(files: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()
     replicated = _replicas(trainer, pipe, tensor, notes)
     estimator = Estimator(
         plan, model, shape, times, parts, replicated, strategy["zero_stage"], strategy["checkpoint_activations"],
-        FillSettings.from_value(strategy["fill_bubbles"]), tensor,
+        fills, tensor,
     )  # fmt: skip
     filling = estimator.filling()
     if filling is not None:
@@ -293,10 +306,10 @@ def describe(planned: Planned) -> str:
     shared = "" if estimator.tensor == 1 else f" x {estimator.tensor} tensor ranks"
     step = next(variant for variant in planned.variants if variant.runs)
     parts = estimator.micro_batches + (step.filling.inserted if step.filling is not None else 0)
-    tokens = parts * shape.tokens * estimator.replicas
+    tokens = parts * shape.positions * estimator.replicas
     lines = [
         f"{world} processes: {estimator.plan.num_stages} stages x {estimator.replicas} replicas{shared}; a step is "
-        f"{parts} micro-batches of {shape.rows} x {shape.time} tokens on each replica, "
+        f"{parts} micro-batches of {shape.describe()} on each replica, "
         f"{tokens:,} tokens in all",
         f"times: {estimator.times.source}",
         "",
@@ -324,7 +337,7 @@ def _draw(planned: Planned, path: Path) -> None:
     draw(path, [(variant.name, variant.timeline) for variant in variants], caption)
 
 
-def _model(section: Mapping[str, Any]) -> tuple[MultiExitTransformer, Mapping[str, Any]]:
+def _model(section: Mapping[str, Any]) -> tuple[AnyModel, Mapping[str, Any]]:
     """The model on the meta device, with what is frozen marked so; and the arguments of its module."""
     arguments = section.get("init_args") or {}
     if section.get("class_path") != DEFAULT_CLASSES["model"]:
@@ -332,12 +345,12 @@ def _model(section: Mapping[str, Any]) -> tuple[MultiExitTransformer, Mapping[st
     directory = Path(arguments["checkpoint"])
     if not (directory / "config.json").is_file():
         raise OfframpError(f"model.checkpoint: there is no {directory / 'config.json'}; give a model directory")
-    config = ModelConfig.from_hf(read_json(directory / "config.json"))
+    config = read_config(read_json(directory / "config.json"))
     exits = ExitConfig()
     if (directory / EXITS_JSON).is_file():
         exits = ExitConfig.from_json(read_json(directory / EXITS_JSON)["exits"])
     with torch.device("meta"):
-        model = MultiExitTransformer(config, exits)
+        model = make_model(config, exits)
     objective = RunObjective(
         _objective_config(arguments.get("objective") or {}),
         arguments.get("exit_weights"),
@@ -379,7 +392,7 @@ def _replicas(trainer: Mapping[str, Any], pipe: int, tensor: int, notes: list[st
     return replicas(int(str(devices)) * nodes, pipe, tensor)
 
 
-def _times(model: MultiExitTransformer, shape: MicroBatchShape, machine: Machine, tensor: int) -> ModuleTimes:
+def _times(model: AnyModel, shape: MicroBatchShape, machine: Machine, tensor: int) -> ModuleTimes:
     config, exits = model.config, model.exit_config
     rate = None if machine.link_gbps is None else machine.link_gbps * 1e9 / 8
     transfer = transfer_seconds(config, shape, rate)

@@ -4,8 +4,8 @@ Bytes are those of this code in eager mode on CPU, counted module by module: wha
 tensors that come on top while a module is back-propagated. A fused norm keeps one [B, T, D] less. Biases, and what else
 lives within a single operation, are left out.
 
-Legend: B batch, T time, N labelled tokens, D model, H query heads, K key/value heads, E head dim, F feed-forward,
-V vocabulary.
+Legend: B batch, T time, M source tokens, N labelled tokens, D model, H query heads, K key/value heads, E head dim,
+F feed-forward, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offramp.common.exits.config import ExitConfig
+from offramp.common.families import AnyConfig
 from offramp.common.model.config import ModelConfig
 from offramp.train.linear_cross_entropy import CHUNK_ROWS, PRODUCT_ROWS
 
@@ -28,17 +29,34 @@ class MicroBatchShape:
         time: T.
         labelled_share: share of the B T positions that have a label; only they meet the unembedding.
         mixed: autocast to bf16 over fp32 weights, otherwise all in fp32.
+        source_time: M, tokens that an encoder reads in each row; 0 without one.
     """
 
     rows: int
     time: int
     labelled_share: float = 1.0
     mixed: bool = False
+    source_time: int = 0
 
     @property
     def tokens(self) -> int:
         """B T."""
         return self.rows * self.time
+
+    @property
+    def source_tokens(self) -> int:
+        """B M."""
+        return self.rows * self.source_time
+
+    @property
+    def positions(self) -> int:
+        """B (M + T): tokens of both sides."""
+        return self.tokens + self.source_tokens
+
+    def describe(self) -> str:
+        """In words."""
+        source = f"({self.source_time} source + {self.time} target)" if self.source_time else f"{self.time}"
+        return f"{self.rows} x {source} tokens"
 
     @property
     def labelled(self) -> float:
@@ -51,8 +69,12 @@ class MicroBatchShape:
         return BF16 if self.mixed else FP32
 
     def state_bytes(self, hidden_size: int) -> int:
-        """Of the states [B, T, D] between layers and stages, which stay in fp32."""
+        """Of the states [B, T, D] between layers, which stay in fp32."""
         return self.tokens * hidden_size * FP32
+
+    def source_bytes(self, hidden_size: int) -> int:
+        """Of those [B, M, D] of sources; between stages both go together."""
+        return self.source_tokens * hidden_size * FP32
 
 
 @dataclass(frozen=True)
@@ -82,7 +104,7 @@ def layer_cost(config: ModelConfig, shape: MicroBatchShape, tensor: int = 1) -> 
     shared += FP32 * config.num_heads  # log-sum-exp
     if config.qk_norm:
         shared += 2 * FP32 * (queries + keys) + FP32 * (config.num_heads + config.num_kv_heads)
-    per_token = shared / tensor + 2 * _norm(size) + _inputs(size, 3, shape) + _inputs(size, 2, shape)
+    per_token = shared / tensor + 2 * norm_bytes(size) + inputs_bytes(size, 3, shape) + inputs_bytes(size, 2, shape)
     if shape.mixed:
         per_token += BF16 * 4 * config.head_dim  # rotary tables, cast in every layer
     mask = half * shape.rows * shape.time**2  # additive, made in every layer from the one of the micro-batch
@@ -90,13 +112,13 @@ def layer_cost(config: ModelConfig, shape: MicroBatchShape, tensor: int = 1) -> 
     return ModuleCost(flops / tensor, held, held + _feed_forward(config, shape, shape.tokens, tensor))
 
 
-def summed_bytes(config: ModelConfig, shape: MicroBatchShape) -> float:
+def summed_bytes(config: AnyConfig, shape: MicroBatchShape) -> float:
     """Bytes of states that tensor ranks sum in one layer and pass: after attention and after the feed-forward."""
     return 2.0 * shape.tokens * config.hidden_size * shape.compute_bytes
 
 
 def head_cost(
-    config: ModelConfig,
+    config: AnyConfig,
     exits: ExitConfig,
     layer: int,
     shape: MicroBatchShape,
@@ -118,21 +140,22 @@ def head_cost(
     """
     size, inner, labelled = config.hidden_size, config.intermediate_size, shape.labelled
     kind = "final" if layer == config.num_layers else exits.head
-    per_token = 0.0 if kind == "bare" else float(_norm(size))
+    per_token = 0.0 if kind == "bare" else float(norm_bytes(size))
     # A bare head in fp32 keeps the selected states themselves.
-    per_token += _inputs(size, 1, shape)
+    per_token += inputs_bytes(size, 1, shape)
     flops, held, transform = 2 * labelled * size * config.vocab_size / tensor, 0.0, 0.0
     if kind == "adapter":
         flops += 2 * labelled * size * (size if exits.adapter_dim is None else 2 * exits.adapter_dim)
         if exits.adapter_dim is not None:
             per_token += shape.compute_bytes * 2 * exits.adapter_dim
         # Norm and projection, then what the scale by the state's root mean square keeps.
-        per_token += _norm(size) + _inputs(size, 1, shape) + shape.compute_bytes * size
+        per_token += norm_bytes(size) + inputs_bytes(size, 1, shape) + shape.compute_bytes * size
     elif kind == "mlp":
         flops += 2 * labelled * 3 * size * inner / tensor
-        per_token += _norm(size) + _inputs(size, 2, shape) + shape.compute_bytes * 4 * inner / tensor
+        per_token += norm_bytes(size) + inputs_bytes(size, 2, shape) + shape.compute_bytes * 4 * inner / tensor
         transform = _feed_forward(config, shape, labelled, tensor)
     elif kind == "block":
+        assert isinstance(config, ModelConfig)
         block = layer_cost(config, shape, tensor)
         flops, held, transform = flops + block.flops, block.held, block.working - block.held
     held += labelled * per_token
@@ -157,12 +180,12 @@ def head_cost(
     return ModuleCost(flops, held + narrow, held + max(making, converting, scaling, transform + state))
 
 
-def embedding_working(config: ModelConfig, tensor: int = 1) -> float:
+def embedding_working(config: AnyConfig, tensor: int = 1) -> float:
     """Bytes of the gradient of the embedding [V, D], before it is added to those of earlier micro-batches."""
     return FP32 * config.vocab_size * config.hidden_size / tensor
 
 
-def _feed_forward(config: ModelConfig, shape: MicroBatchShape, tokens: float, tensor: int) -> float:
+def _feed_forward(config: AnyConfig, shape: MicroBatchShape, tokens: float, tensor: int) -> float:
     """Bytes on top of what is held while a feed-forward of so many tokens is back-propagated, the most of a layer.
 
     That is the gradient [N, D] that came in, and two of [N, F]; or one of them and that of a matrix [D, F].
@@ -173,11 +196,11 @@ def _feed_forward(config: ModelConfig, shape: MicroBatchShape, tokens: float, te
     return FP32 * size * tokens + narrow + shape.compute_bytes * inner * tokens + matrix
 
 
-def _norm(size: int) -> int:
+def norm_bytes(size: int) -> int:
     """Bytes per token that an RMS norm keeps: its input, the normalised input, and the root mean square."""
     return FP32 * (2 * size + 1)
 
 
-def _inputs(size: int, readers: int, shape: MicroBatchShape) -> int:
+def inputs_bytes(size: int, readers: int, shape: MicroBatchShape) -> int:
     """Bytes per token of the input that `readers` projections keep; autocast makes a copy for each of them."""
     return BF16 * size * readers if shape.mixed else FP32 * size

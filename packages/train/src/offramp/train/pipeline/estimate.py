@@ -11,13 +11,16 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from offramp.common.errors import OfframpError
+from offramp.common.families import AnyModel
 from offramp.common.model.transformer import MultiExitTransformer
-from offramp.train.pipeline.costs import BF16, FP32, MicroBatchShape, embedding_working, head_cost, layer_cost
+from offramp.train.pipeline.costs import BF16, FP32, MicroBatchShape, embedding_working, head_cost
 from offramp.train.pipeline.filling import FillSettings
 from offramp.train.pipeline.schedule import Schedule, bubble_capacity, cooldown_counts, one_f_one_b, warmup_counts
 from offramp.train.pipeline.simulation import HeadWork, StageWork, Timeline, simulate, time_bound
+from offramp.train.pipeline.stage_layers import LayerRun, layer_runs, shared_bytes
 from offramp.train.pipeline.stages import Stage, StagePlan
-from offramp.train.pipeline.tensor_parallel import slices
+from offramp.train.pipeline.t5_stages import make_stage
+from offramp.train.pipeline.tensor_parallel import Slice, slices
 from offramp.train.pipeline.times import ModuleTimes, Pass
 
 ADAM_BYTES = 2 * FP32
@@ -66,7 +69,7 @@ class Estimator:
     """
 
     plan: StagePlan
-    model: MultiExitTransformer
+    model: AnyModel
     shape: MicroBatchShape
     times: ModuleTimes
     micro_batches: int
@@ -78,10 +81,13 @@ class Estimator:
 
     def memory(self) -> list[StageMemory]:
         """[S] what stays from step to step."""
-        return [self._memory(Stage(self.model, self.plan, index)) for index in range(self.plan.num_stages)]
+        return [self._memory(make_stage(self.model, self.plan, index)) for index in range(self.plan.num_stages)]
 
     def _memory(self, stage: Stage) -> StageMemory:
-        own = slices(stage, self.model.config, self.tensor - 1, self.tensor) if self.tensor > 1 else {}
+        own: dict[str, Slice] = {}
+        if self.tensor > 1:
+            assert isinstance(self.model, MultiExitTransformer)
+            own = slices(stage, self.model.config, self.tensor - 1, self.tensor)
         sizes = {name: (own[name].of(p) if name in own else p).numel() for name, p in stage.named_parameters()}
         trained = sum(sizes[name] for name, p in stage.named_parameters() if p.requires_grad)
         casts = 0
@@ -112,9 +118,11 @@ class Estimator:
     def _work(self, index: int, early_exits: bool, deferred: bool, checkpointing: bool) -> StageWork:
         plan, shape, times = self.plan, self.shape, self.times
         config, start, stop = self.model.config, plan.bounds[index], plan.bounds[index + 1]
-        cost, state = layer_cost(config, shape, self.tensor), float(shape.state_bytes(config.hidden_size))
+        state, runs = float(shape.state_bytes(config.hidden_size)), self._runs(index)
         # Where nothing at or below is trained, no gradient is wanted and nothing is kept for one.
-        flows = _is_trained(self.model.embed_tokens) or any(_is_trained(self.model.layers[i]) for i in range(start))
+        flows = _is_trained(self.model.embed_tokens) or any(
+            _is_trained(run.module) for earlier in range(index) for run in self._runs(earlier)
+        )
         forward, backward = (times.embedding.forward, 0.0) if index == 0 else (0.0, 0.0)
         working = ending = 0.0
         if index == 0 and _is_trained(self.model.embed_tokens):
@@ -122,21 +130,23 @@ class Estimator:
             ending = embedding_working(config, self.tensor)
         held = state  # the output waits for its gradient
         reached, below = {start: flows}, {start: 0.0}
-        for layer in range(start, stop):
-            trained = _is_trained(self.model.layers[layer])
-            forward += times.layer.forward
-            backward += _backward(times.layer, trained, flows)
+        for run in runs:
+            trained = _is_trained(run.module)
+            forward += run.seconds.forward
+            backward += _backward(run.seconds, trained, flows)
             flows = flows or trained
-            reached[layer + 1] = flows
             if flows:
-                held += state if checkpointing else cost.held
-                # A layer that runs again has its input already.
-                working = cost.working - (state if checkpointing else cost.held)
-                backward += times.layer.forward if checkpointing else 0.0
-            below[layer + 1] = held - state
+                kept = run.state if checkpointing else run.cost.held
+                held += kept
+                # A layer that runs again has its input already. What layers above it keep is gone when it is at work.
+                gathered = run.gathered if checkpointing else 0.0
+                working = max(working - kept, run.cost.working - kept + gathered)
+                backward += run.seconds.forward if checkpointing else 0.0
+            # Exits at the first state of the decoder come after all layers of the encoder.
+            reached[run.depth], below[run.depth] = flows, held - state
         if checkpointing and shape.mixed:
             # Autocast shares a weight's copy among micro-batches, so its gradient waits for the end of the pass.
-            matrices = (p for i in range(start + 1, stop) for p in self.model.layers[i].parameters() if p.dim() == 2)
+            matrices = (p for run in runs[1:] for p in run.module.parameters() if p.dim() == 2)
             working += BF16 * sum(p.numel() for p in matrices if p.requires_grad) / self.tensor
         heads = []
         for layer in plan.exits_of(index):
@@ -159,9 +169,11 @@ class Estimator:
                     freed,
                 )
             )
-        # Rotary tables and the mask of a micro-batch.
-        held += shape.tokens * 2 * config.head_dim * FP32 + shape.rows * shape.time**2
+        held += shared_bytes(self.model, plan, index, shape, checkpointing)
         return StageWork(forward, backward, held, working, ending, tuple(heads), deferred)
+
+    def _runs(self, index: int) -> list[LayerRun]:
+        return layer_runs(self.model, self.plan, index, self.shape, self.times, self.tensor)
 
     def _head_is_trained(self, layer: int) -> bool:
         final = layer == self.plan.config.num_layers
@@ -333,7 +345,7 @@ def compare(estimator: Estimator, warmup: int | None = None, cooldown: int | Non
     variants.append(variant("exits, deferred to the backward pass", estimator, unfilled and not again))
     variants.append(variant("deferred, activation checkpointing", estimator, unfilled and again, again=True))
     works = estimator.works()
-    if plan.num_stages > 1:
+    if plan.num_stages > 1 and not plan.encoder_bounds:  # a T5's cannot be filled
         if shared := estimator.shared_and_trained():
             note = f"not with parameters that stages share ({', '.join(shared)})"
             variants.append(Variant("deferred, bubbles filled", estimator.run(works), None, note=note))

@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from offramp.common.families import AnyModel
 from offramp.train.pipeline.estimate import Estimator, Variant
-from offramp.train.pipeline.stages import StagePlan
-from offramp.train.pipeline.t5_stages import make_stage
 
 GIB = 2.0**30
 
@@ -28,34 +25,12 @@ class StageReport(NamedTuple):
     stages: list[dict[str, Any]]
 
 
-def layers_only(plan: StagePlan, model: AnyModel) -> StageReport:
-    """Layers, exits and parameters of each stage: what is known of an encoder-decoder model."""
-    records, rows = [], []
-    for index in range(plan.num_stages):
-        parameters = dict(make_stage(model, plan, index).named_parameters()).values()
-        encoder, decoder = ([bounds[index] + 1, bounds[index + 1]] for bounds in (plan.encoder_bounds, plan.bounds))
-        record = {
-            "stage": index,
-            "encoder_layers": encoder if encoder[0] <= encoder[1] else [],
-            "layers": decoder if decoder[0] <= decoder[1] else [],
-            "exits": list(plan.exits_of(index)),
-            "parameters": sum(parameter.numel() for parameter in parameters),
-            "trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        }
-        records.append(record)
-        spans = ["{}-{}".format(*span) if span else "none" for span in (record["encoder_layers"], record["layers"])]
-        exits = ", ".join(map(str, record["exits"])) or "none"
-        rows.append([str(index), *spans, exits, f"{record['parameters'] / 1e6:,.1f}"])
-    head = ["stage", "encoder layers", "decoder layers", "exits", "params, M"]
-    return StageReport(f"stage plan:\n{table(head, rows)}", records)
-
-
 def stage_table(estimator: Estimator) -> str:
     """The stage plan: layers, exits, parameters, time per micro-batch and memory of each stage."""
     rows = [
         [
             str(stage["stage"]),
-            "{}-{}".format(*stage["layers"]),
+            *("{}-{}".format(*span) if span else "none" for span in _spans(stage)),
             ", ".join(map(str, stage["exits"])) or "none",
             f"{stage['parameters'] / 1e6:,.1f}",
             milliseconds(stage["forward_s"]),
@@ -68,19 +43,22 @@ def stage_table(estimator: Estimator) -> str:
         ]
         for stage in stage_records(estimator)
     ]
-    head = ["stage", "layers", "exits", "params, M", "fwd, ms", "bwd, ms", "weights", "grads", "optimizer"]
+    layers = ["encoder layers", "decoder layers"] if estimator.plan.encoder_bounds else ["layers"]
+    head = ["stage", *layers, "exits", "params, M", "fwd, ms", "bwd, ms", "weights", "grads", "optimizer"]
     return table([*head, "activations", "total, GiB", "in flight"], rows)
 
 
 def stage_records(estimator: Estimator) -> list[dict[str, Any]]:
-    """[S] the numbers of `stage_table`, in seconds and bytes; `layers` are the first and the last."""
+    """[S] the numbers of `stage_table`, in seconds and bytes; `layers` are the first and the last, if there are any."""
     works, filling, records = estimator.works(), estimator.filling(), []
+    encoder_bounds = estimator.plan.encoder_bounds
     timeline = estimator.run(works, None if filling is None else filling.timeline.schedule)
     for index, (work, memory, peak) in enumerate(zip(works, estimator.memory(), timeline.peaks, strict=True)):
         records.append(
             {
                 "stage": index,
-                "layers": [estimator.plan.bounds[index] + 1, estimator.plan.bounds[index + 1]],
+                **({"encoder_layers": _span(encoder_bounds, index)} if encoder_bounds else {}),
+                "layers": _span(estimator.plan.bounds, index),
                 "exits": list(estimator.plan.exits_of(index)),
                 "parameters": memory.parameters,
                 "trained_parameters": memory.trained,
@@ -96,6 +74,16 @@ def stage_records(estimator: Estimator) -> list[dict[str, Any]]:
             }
         )
     return records
+
+
+def _span(bounds: Sequence[int], index: int) -> list[int]:
+    """First and last layer of a stage, counted from 1; empty if it has none."""
+    start, stop = bounds[index], bounds[index + 1]
+    return [start + 1, stop] if start < stop else []
+
+
+def _spans(stage: dict[str, Any]) -> list[list[int]]:
+    return [stage[key] for key in ("encoder_layers", "layers") if key in stage]
 
 
 def comparison_table(variants: Sequence[Variant]) -> str:

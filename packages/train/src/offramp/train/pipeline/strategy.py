@@ -48,7 +48,7 @@ from offramp.train.pipeline.loss_scale import LossScale
 from offramp.train.pipeline.placement import Placement
 from offramp.train.pipeline.quiet_deepspeed import use_device
 from offramp.train.pipeline.registration import NAME, register_strategy
-from offramp.train.pipeline.report import StageReport, layers_only, stage_records, stage_table
+from offramp.train.pipeline.report import StageReport, stage_records, stage_table
 from offramp.train.pipeline.schedule import Schedule
 from offramp.train.pipeline.stage_module import StageModule
 from offramp.train.pipeline.stages import ExitPlacement, StagePlan, plan_stages
@@ -217,27 +217,25 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
 
     def _describe(self, plan: StagePlan, model: AnyModel) -> StageReport:
         """The stage plan, at the speed that this device has now."""
-        if not isinstance(model, MultiExitTransformer):
-            return layers_only(plan, model)
-        shape = self._micro_batch_shape()
+        shape = self._micro_batch_shape(encoder=bool(plan.encoder_bounds))
         speed = matrix_speed(self.root_device, shape.mixed)
         estimator = self._estimator(plan, model, shape, speed)
         text = (
-            f"stage plan for {self.micro_batches} micro-batches of {shape.rows} x {shape.time} tokens, estimated at "
+            f"stage plan for {self.micro_batches} micro-batches of {shape.describe()}, estimated at "
             f"{speed / 1e12:.3g} TFLOP/s:\n{stage_table(estimator)}"
         )
         return StageReport(text, stage_records(estimator))
 
-    def _micro_batch_shape(self) -> MicroBatchShape:
+    def _micro_batch_shape(self, encoder: bool) -> MicroBatchShape:
         """Without data that says how large a batch is, one row of 512 tokens."""
         data = getattr(self.module.trainer, "datamodule", None)
         rows = math.ceil(getattr(data, "batch_size", self.micro_batches) / self.micro_batches)
         mixed = PRECISIONS[str(self.precision_plugin.precision)] is not None
-        return MicroBatchShape(rows, getattr(data, "sequence_length", 512), self.labelled_share, mixed)
+        time = getattr(data, "sequence_length", 512)
+        source = round(time * self._source_share()) if encoder else 0
+        return MicroBatchShape(rows, time, self.labelled_share, mixed, source)
 
-    def _estimator(
-        self, plan: StagePlan, model: MultiExitTransformer, shape: MicroBatchShape, speed: float
-    ) -> Estimator:
+    def _estimator(self, plan: StagePlan, model: AnyModel, shape: MicroBatchShape, speed: float) -> Estimator:
         return Estimator(
             plan, model, shape, estimated(model.config, plan.exits, shape, speed, "", tensor=self.tensor),
             self.micro_batches, self.data_parallel_size, self.zero_stage, self.checkpoint_activations,
@@ -248,7 +246,7 @@ class DeepSpeedPipelineStrategy(DeepSpeedStrategy):
         """1F1B with partial micro-batches, if asked for; the same on every rank, so from no measured speed."""
         if self.fill_settings is None:
             return None
-        filling = self._estimator(plan, model, self._micro_batch_shape(), speed=1e12).filling()
+        filling = self._estimator(plan, model, self._micro_batch_shape(encoder=False), speed=1e12).filling()
         if filling is None:
             return None
         for shortfall in filling.shortfalls:

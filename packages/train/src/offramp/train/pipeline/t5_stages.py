@@ -80,7 +80,8 @@ class T5Stage(Stage):
         carried: tuple[Cut, ...] = ()
         if self.relative_attention_bias is not None:
             # All decoder layers read both, and are back-propagated in pieces: what these find out is summed first.
-            encoded = Cut.of(source)
+            # Part of a message has gaps, and each product would copy it to be rid of them.
+            encoded = Cut.of(source.contiguous())
             source = encoded.above
             shared = target_layout(self, Encoded(source, tokens.source_segment_ids), layout)
             bias = Cut.of(shared.self_mask)

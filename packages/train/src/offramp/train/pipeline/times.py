@@ -1,6 +1,6 @@
 """How long modules take on a micro-batch: from operations and a speed, measured here, or given.
 
-Legend: B batch, T time, N labelled tokens, D model, V vocabulary.
+Legend: B batch, T time, M source tokens, N labelled tokens, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,14 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from offramp.common.exits.config import ExitConfig
+from offramp.common.families import AnyConfig
 from offramp.common.model.attention import Layout
 from offramp.common.model.block import Block
-from offramp.common.model.config import ModelConfig
 from offramp.common.model.exit_head import ExitHead
+from offramp.common.model.layout import BatchLayout
 from offramp.common.model.norm import RMSNorm
+from offramp.common.t5.attention import RelativeAttentionBias
+from offramp.common.t5.block import DecoderBlock, EncoderBlock
+from offramp.common.t5.config import T5Config
+from offramp.common.t5.layout import Encoded, TargetLayout, source_mask
 from offramp.train.linear_cross_entropy import linear_cross_entropy
 from offramp.train.losses import ExitReader
 from offramp.train.pipeline.costs import MicroBatchShape, head_cost, layer_cost
+from offramp.train.pipeline.t5_costs import decoder_layer_cost, encoder_layer_cost
 
 BACKWARD_PER_FORWARD = 2.0
 """A backward pass makes two matrix products for each of the forward pass."""
@@ -36,6 +42,9 @@ class Pass(NamedTuple):
     backward: float
 
 
+NO_TIME = Pass(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class GivenTimes:
     """Times in seconds per micro-batch that the user knows; None is unknown.
@@ -46,7 +55,9 @@ class GivenTimes:
         embedding_forward: of the look-up.
         embedding_backward: of its gradient.
         layer_forward: of one layer.
-        layer_backward: of one layer.
+        layer_backward: of one layer; of the decoder, where there is an encoder.
+        encoder_layer_forward: of one layer of the encoder.
+        encoder_layer_backward: of one layer of the encoder.
         exit_forward: of one early exit: head, unembedding and loss.
         exit_backward: of one early exit.
         final_forward: of the final norm, unembedding and loss.
@@ -58,6 +69,8 @@ class GivenTimes:
     embedding_backward: float | None = None
     layer_forward: float | None = None
     layer_backward: float | None = None
+    encoder_layer_forward: float | None = None
+    encoder_layer_backward: float | None = None
     exit_forward: float | None = None
     exit_backward: float | None = None
     final_forward: float | None = None
@@ -79,10 +92,11 @@ class ModuleTimes:
 
     Attributes:
         embedding: look-up of a micro-batch.
-        layer: one layer; all are alike.
+        layer: one layer (of the decoder, where there is an encoder); all are alike.
         heads: exit layer -> its head, unembedding and loss; the final exit last.
         transfer: seconds that states or gradients are on the way to a neighbour.
         source: where these numbers come from, in words.
+        encoder_layer: one layer of the encoder; nothing without one.
     """
 
     embedding: Pass
@@ -90,6 +104,7 @@ class ModuleTimes:
     heads: dict[int, Pass]
     transfer: float
     source: str
+    encoder_layer: Pass = NO_TIME
 
     def shared_by(self, tensor: int) -> ModuleTimes:
         """Of modules that so many ranks share evenly; sums among them take no time here."""
@@ -113,19 +128,21 @@ class ModuleTimes:
             self,
             embedding=given.over("embedding", self.embedding),
             layer=given.over("layer", self.layer),
+            encoder_layer=given.over("encoder_layer", self.encoder_layer),
             heads=heads,
             transfer=self.transfer if given.transfer is None else given.transfer,
             source=f"given, and what is not given {self.source}",
         )
 
 
-def transfer_seconds(config: ModelConfig, shape: MicroBatchShape, bytes_per_second: float | None) -> float:
+def transfer_seconds(config: AnyConfig, shape: MicroBatchShape, bytes_per_second: float | None) -> float:
     """Of one message between stages; 0 where the link is not known."""
-    return 0.0 if bytes_per_second is None else shape.state_bytes(config.hidden_size) / bytes_per_second
+    size = config.hidden_size
+    return 0.0 if bytes_per_second is None else (shape.state_bytes(size) + shape.source_bytes(size)) / bytes_per_second
 
 
 def estimated(
-    config: ModelConfig,
+    config: AnyConfig,
     exits: ExitConfig,
     shape: MicroBatchShape,
     flops_per_second: float,
@@ -153,7 +170,11 @@ def estimated(
         layer: seconds(head_cost(config, exits, layer, shape, tensor).flops)
         for layer in (*exits.layers, config.num_layers)
     }
-    return ModuleTimes(Pass(0.0, 0.0), seconds(layer_cost(config, shape, tensor).flops), heads, transfer, source)
+    if isinstance(config, T5Config):
+        layer, encoder_layer = decoder_layer_cost(config, shape).flops, encoder_layer_cost(config, shape).flops
+    else:
+        layer, encoder_layer = layer_cost(config, shape, tensor).flops, 0.0
+    return ModuleTimes(NO_TIME, seconds(layer), heads, transfer, source, seconds(encoder_layer))
 
 
 def matrix_speed(device: torch.device, mixed: bool, size: int = 1024) -> float:
@@ -163,26 +184,25 @@ def matrix_speed(device: torch.device, mixed: bool, size: int = 1024) -> float:
 
 
 def profiled(
-    config: ModelConfig,
+    config: AnyConfig,
     exits: ExitConfig,
     shape: MicroBatchShape,
     device: torch.device,
     transfer: float = 0.0,
     repeats: int = 3,
 ) -> ModuleTimes:
-    """Run one layer, the embedding and one head of each kind on a micro-batch, and take medians.
+    """Run one layer of each kind, the embedding and one head of each kind on a micro-batch, and take medians.
 
     Needs memory for these modules and one micro-batch, not for the model.
     """
     with torch.device(device):
         rows, size = shape.rows, config.hidden_size
         ids = torch.randint(0, config.vocab_size, (rows, shape.time))
-        layout = Layout.build(config, ids, torch.zeros_like(ids))
         mask = torch.rand(rows, shape.time) < shape.labelled_share
         mask[0, 0] = True
         labels = ids[mask]
         states = torch.randn(rows, shape.time, size, requires_grad=True)
-        embedding, block = nn.Embedding(config.vocab_size, size), Block(config)
+        embedding = nn.Embedding(config.vocab_size, size)
         unembedding = nn.Parameter(torch.randn(config.vocab_size, size) * size**-0.5)
         norm = RMSNorm(size, config.rms_norm_eps)
         final = ExitReader(None, norm, unembedding)
@@ -191,6 +211,22 @@ def profiled(
             head = ExitHead(config, exits)
             own = unembedding if head.unembed is None else head.unembed.weight
             early = ExitReader(head, norm if exits.head == "final" else None, own)
+
+        # Of rows that hold a single text each.
+        segments = torch.ones_like(ids)
+        layout: BatchLayout
+        if isinstance(config, T5Config):
+            sources = torch.randn(rows, shape.source_time, size, requires_grad=True)
+            known = torch.ones(rows, shape.source_time, dtype=torch.long)
+            encoder, block = EncoderBlock(config), DecoderBlock(config)
+            # Biases are made once for all layers, and cut off what they are made of, as on a stage.
+            encoder_bias, bias = (RelativeAttentionBias(config, both_ways=both) for both in (True, False))
+            seen = source_mask(encoder_bias, shape.source_time, known).detach().requires_grad_()
+            made = TargetLayout.build(bias, Encoded(sources, known), shape.time, segments)
+            layout = replace(made, self_mask=made.self_mask.detach().requires_grad_())
+        else:
+            encoder = sources = seen = None
+            layout, block = Layout.build(config, ids, segments), Block(config)
 
     def measured(run: Callable[[], Tensor]) -> Pass:
         return _profile(run, shape.mixed, device, repeats)
@@ -205,6 +241,7 @@ def profiled(
         heads={**heads, config.num_layers: measured(loss(final))},
         transfer=transfer,
         source=f"measured on this machine ({device.type}, {torch.get_num_threads()} threads)",
+        encoder_layer=NO_TIME if encoder is None else measured(lambda: encoder(sources, seen)),
     )
 
 
