@@ -19,3 +19,8 @@ report = Command(
     main="offramp.evaluate.cli.report:main",
     step=47,
 )
+study = Command(
+    summary="Answer an open question about early exits by a measurement on a model",
+    main="offramp.evaluate.cli.study:main",
+    step=46,
+)

@@ -68,7 +68,7 @@ def depth_table(results: Mapping[str, Any]) -> Table:
 
 def cell(value: Mapping[str, float | None] | None, name: str = "") -> str:
     """A figure with its interval, in as many digits as have a meaning; shares in per cent, seconds in thousandths."""
-    if value is None or value["value"] is None:
+    if value is None or value["value"] is None or math.isnan(value["value"]):
         return "-"
     scale = 1e3 if name.endswith("_s") else 100 if name in _SHARES else 1
     unit = "%" if name in _SHARES else ""

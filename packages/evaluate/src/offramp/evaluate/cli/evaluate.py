@@ -8,13 +8,23 @@ import itertools
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
-from offramp.common.errors import OfframpError
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import Measure
-from offramp.evaluate.cli.options import add_task_options, comma_separated, one_of, task_options
-from offramp.serve.config import Dtype, EngineConfig, SyncPolicy
+from offramp.evaluate.cli.options import (
+    add_engine_options,
+    add_output_options,
+    add_task_options,
+    check_output,
+    comma_separated,
+    engine_config,
+    one_of,
+    spelled,
+    task_options,
+    threshold,
+)
+from offramp.serve.config import EngineConfig, SyncPolicy
 from offramp.serve.exit_overrides import ExitOverrides, exit_options
 
 if TYPE_CHECKING:
@@ -37,18 +47,17 @@ def main(argv: list[str]) -> int:
         return 0
     if options.directory is None or options.task is None:
         parser.error("give a checkpoint directory and --task NAME; --list names the tasks")
-    config = _engine_config(options)  # before what takes seconds to import
+    config = engine_config(options)  # before what takes seconds to import
 
     from offramp.common.checkpoint import open_any_checkpoint
     from offramp.evaluate.evaluation import Asked, evaluate
-    from offramp.evaluate.results import RESULTS, circumstances, plain, write_results
+    from offramp.evaluate.results import circumstances, plain, write_results
     from offramp.evaluate.tables import as_text, evaluation_tables
     from offramp.evaluate.tasks import task_named
 
     task = task_named(options.task)
     examples = task.load(task_options(options))
-    if (options.out / RESULTS).exists() and not options.overwrite:
-        raise OfframpError(f"{options.out / RESULTS} is there already; name another folder, or give --overwrite.")
+    check_output(options)
     checkpoint, _ = open_any_checkpoint(options.directory)
     if checkpoint.policy is None and options.threshold is None and options.point is None:
         print(
@@ -76,16 +85,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _engine_config(options: argparse.Namespace) -> EngineConfig:
-    given: dict[str, Any] = {
-        "max_num_seqs": options.batch,
-        "dtype": options.dtype,
-        "device": options.device,
-        "num_threads": options.threads,
-    }
-    return EngineConfig(prefix_caching=False, **{name: value for name, value in given.items() if value is not None})
-
-
 def _settings(
     options: argparse.Namespace, config: EngineConfig, checkpoint: AnyCheckpoint, *, writes: bool
 ) -> list[Setting]:
@@ -98,20 +97,16 @@ def _settings(
     if options.threshold is not None or (checkpoint.policy is not None and not asked):
         thresholds: tuple[float | None, ...] = options.threshold or (None,)
         kv_policies: tuple[KVPolicy, ...] = options.kv_policy or (("fill",) if writes else ("recompute",))
-        for threshold, kv_policy in itertools.product(thresholds, kv_policies):
-            overrides = ExitOverrides(measure=options.measure, threshold=threshold, kv_policy=kv_policy)
-            asked.append((kv_policy if threshold is None else f"{kv_policy} > {threshold:g}", overrides))
+        for limit, kv_policy in itertools.product(thresholds, kv_policies):
+            overrides = ExitOverrides(measure=options.measure, threshold=limit, kv_policy=kv_policy)
+            asked.append((kv_policy if limit is None else f"{kv_policy} > {limit:g}", overrides))
     found: list[Setting] = []
     sync_policies: tuple[SyncPolicy, ...] = options.sync_policy
     for (name, overrides), sync_policy in itertools.product(asked, sync_policies):
-        exits = exit_options(overrides, checkpoint.exits.layers, checkpoint.policy, checkpoint.points, _spelled)
+        exits = exit_options(overrides, checkpoint.exits.layers, checkpoint.policy, checkpoint.points, spelled)
         engine = dataclasses.replace(config, sync_policy=sync_policy, quantile=options.quantile)
         found.append(Setting(f"{name}, {sync_policy}" if len(sync_policies) > 1 else name, exits, engine))
     return found
-
-
-def _spelled(field: str) -> str:
-    return "--point" if field == "operating_point" else f"--{field.replace('_', '-')}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("settings beside full depth")
     how.add_argument(
         "--threshold",
-        type=comma_separated(_threshold),
+        type=comma_separated(threshold),
         metavar="X,...",
         help="one threshold for all exits; `own` is the checkpoint's (default: own)",
     )
@@ -170,30 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="also measure another model at its full depth, such as a shallower one",
     )
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--batch", type=int, default=8, metavar="N", help="most answers at a time (default: %(default)s)"
-    )
-    engine.add_argument("--dtype", choices=get_args(Dtype), help="of weights, states and KV cache (default: fp32)")
-    engine.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:N or auto (default: cpu)")
-    engine.add_argument("--threads", type=int, metavar="N", help="CPU threads of the engine")
-    out = parser.add_argument_group("results")
-    out.add_argument(
-        "--out",
-        type=Path,
-        default=Path("evaluation"),
-        metavar="DIR",
-        help="folder for results.json and answers.jsonl (default: %(default)s)",
-    )
-    out.add_argument("--overwrite", action="store_true", help="replace results that are there")
+    add_engine_options(parser)
+    out = add_output_options(parser, "evaluation", "results.json and answers.jsonl")
     out.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     return parser
-
-
-def _threshold(text: str) -> float | None:
-    if text == "own":
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor `own`") from None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+from offramp.common.errors import OfframpError
+from offramp.serve.config import Dtype, EngineConfig
 
 if TYPE_CHECKING:
     from offramp.evaluate.tasks import TaskOptions
@@ -79,3 +82,58 @@ def one_of(names: Sequence[_T]) -> Callable[[str], _T]:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(map(str, names))}")
 
     return name
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What computes."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--batch", type=int, default=8, metavar="N", help="most answers at a time (default: %(default)s)"
+    )
+    engine.add_argument("--dtype", choices=get_args(Dtype), help="of weights, states and KV cache (default: fp32)")
+    engine.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:N or auto (default: cpu)")
+    engine.add_argument("--threads", type=int, metavar="N", help="CPU threads of the engine")
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """The settings of the engine that were given; without a prefix cache, which would make times depend on the past."""
+    given: dict[str, Any] = {
+        "max_num_seqs": options.batch,
+        "dtype": options.dtype,
+        "device": options.device,
+        "num_threads": options.threads,
+    }
+    return EngineConfig(prefix_caching=False, **{name: value for name, value in given.items() if value is not None})
+
+
+def add_output_options(parser: argparse.ArgumentParser, folder: str, files: str) -> argparse._ArgumentGroup:
+    """Where results go."""
+    out = parser.add_argument_group("results")
+    out.add_argument(
+        "--out", type=Path, default=Path(folder), metavar="DIR", help=f"folder for {files} (default: %(default)s)"
+    )
+    out.add_argument("--overwrite", action="store_true", help="replace results that are there")
+    return out
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Raise `OfframpError` where results would take the place of others."""
+    from offramp.evaluate.results import RESULTS
+
+    if (options.out / RESULTS).exists() and not options.overwrite:
+        raise OfframpError(f"{options.out / RESULTS} is there already; name another folder, or give --overwrite.")
+
+
+def spelled(field: str) -> str:
+    """A field of `ExitOverrides` as an option."""
+    return "--point" if field == "operating_point" else f"--{field.replace('_', '-')}"
+
+
+def threshold(text: str) -> float | None:
+    """A threshold, or None for the checkpoint's own."""
+    if text == "own":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor `own`") from None
