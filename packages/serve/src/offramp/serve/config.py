@@ -181,17 +181,28 @@ class WatchSettings:
     Attributes:
         audit_share: share of greedy answers with early exits that are made once more at full depth while nobody waits;
             0 audits none.
+        adapt_to: share of agreement with full depth that a token must be expected to have, to leave early: where audits
+            show less, thresholds are raised above the calibrated ones, and never put below them; None: they stay.
         drift_alarm: stability index of depths or confidences against those at calibration from which on the alarm is
             raised; by convention 0.25 is a great change, and below 0.1 is none.
     """
 
     audit_share: float = 0.0
+    adapt_to: float | None = None
     drift_alarm: float = 0.25
 
     def __post_init__(self) -> None:
         check_number("audit_share", self.audit_share)
         if not 0 <= self.audit_share <= 1:
             raise OfframpError(f"audit_share {self.audit_share} must be in 0..1 (0 audits no answer).")
+        if self.adapt_to is not None:
+            check_number("adapt_to", self.adapt_to)
+            if not 0 < self.adapt_to < 1:
+                raise OfframpError(f"adapt_to {self.adapt_to} must be above 0 and below 1.")
+            if not self.audit_share:
+                raise OfframpError(
+                    f"adapt_to {self.adapt_to} learns from audits, and there are none; set audit_share above 0."
+                )
         check_number("drift_alarm", self.drift_alarm)
         if not self.drift_alarm > 0:
             raise OfframpError(f"drift_alarm {self.drift_alarm} must be above 0.")

@@ -35,6 +35,7 @@ METRICS: dict[str, tuple[Kind, str]] = {
     "offramp_depth_drift": ("GAUGE", "count"),
     "offramp_confidence_drift": ("GAUGE", "count"),
     "offramp_drift_alarm": ("GAUGE", "count"),
+    "offramp_threshold_raise": ("GAUGE", "count"),
     "offramp_audited_texts_total": ("COUNTER", "count"),
     "offramp_audited_same_texts_total": ("COUNTER", "count"),
     "offramp_audited_tokens_total": ("COUNTER", "count"),

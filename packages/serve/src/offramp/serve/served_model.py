@@ -92,7 +92,7 @@ class ServedModel:
             on_iteration=after_iteration,
             on_finished=self.watch.finished,
         )
-        service = OpenAIService(thread, self.engine.tokenizer, self.card, self.engine.check)
+        service = OpenAIService(thread, self.engine.tokenizer, self.card, self.engine.check, self.watch.adapted)
         # What loading made stays until the end, and a full collection takes hundreds of milliseconds to walk over it.
         gc.collect()
         gc.freeze()

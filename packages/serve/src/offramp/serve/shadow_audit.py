@@ -58,12 +58,15 @@ class ShadowAudit:
 
     Args:
         share: of the answers that could be audited: greedy ones that may leave early.
+        on_compared: told the audited request, and how many of its tokens come before the first difference.
         seed: of the choice.
     """
 
-    def __init__(self, share: float, seed: int = 0) -> None:
+    def __init__(
+        self, share: float, on_compared: Callable[[Request, int], None] = lambda request, agreeing: None, seed: int = 0
+    ) -> None:
         self.found = Agreement()
-        self._share = share
+        self._share, self._on_compared = share, on_compared
         self._random = random.Random(seed)
         self._numbers = itertools.count()
         self._backlog: deque[Request] = deque(maxlen=BACKLOG)
@@ -112,6 +115,7 @@ class ShadowAudit:
         self.found.same_texts += said == full
         self.found.tokens += len(said)
         self.found.agreeing_tokens += agreeing
+        self._on_compared(answer, agreeing)
 
     def _drop(self) -> None:
         self._running = None

@@ -1,11 +1,16 @@
-"""What a served model sees of itself: drift from the day of calibration, and audits of its answers at full depth."""
+"""What a served model sees of itself: drift from the day of calibration, and audits of its answers at full depth.
+
+What audits show may raise thresholds, see `adaptation`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from offramp.common.exits.profile import TokenProfile
+from offramp.serve.adaptation import Adaptation
 from offramp.serve.config import WatchSettings
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.measures.drift import Drift
@@ -28,29 +33,60 @@ class Calibrated:
 
 
 @dataclass
+class _Followed:
+    """A calibrated way of answering, and what is seen of it.
+
+    Attributes:
+        exits: As calibrated.
+        drift: Of its tokens.
+        adaptation: Of its thresholds; None: they stay.
+    """
+
+    exits: ExitOptions
+    drift: Drift
+    adaptation: Adaptation | None
+
+    def covers(self, exits: ExitOptions) -> bool:
+        """Whether a request is answered so, with these thresholds or adapted ones."""
+        if exits == self.exits:
+            return True
+        mine, other = self.exits.policy, exits.policy
+        if self.adaptation is None or mine is None or other is None:
+            return False
+        return replace(exits, policy=replace(other, thresholds=mine.thresholds)) == self.exits and all(
+            value >= mine.thresholds.get(layer, math.inf) for layer, value in other.thresholds.items()
+        )
+
+
 class Watch:
     """Follows the finished requests of an engine's thread, in that thread.
 
     Args:
-        settings: What is done.
+        settings: What is done; the defaults if None.
         calibrated: Only answers to requests that carry the exits of one of these are compared with calibration.
     """
 
-    settings: WatchSettings = field(default_factory=WatchSettings)
-    calibrated: Sequence[Calibrated] = ()
+    def __init__(self, settings: WatchSettings | None = None, calibrated: Sequence[Calibrated] = ()) -> None:
+        self.settings = settings = settings or WatchSettings()
+        self._followed = [
+            _Followed(one.exits, Drift(one.profile), _adaptation(one.exits, settings.adapt_to)) for one in calibrated
+        ]
+        self._audit = ShadowAudit(settings.audit_share, self._compared)
 
-    def __post_init__(self) -> None:
-        self._drifts = [(one.exits, Drift(one.profile)) for one in self.calibrated]
-        self._audit = ShadowAudit(self.settings.audit_share)
+    def adapted(self, exits: ExitOptions) -> ExitOptions:
+        """What a request is to carry that would carry these: thresholds as they are now. Any thread may ask."""
+        for one in self._followed:
+            if one.adaptation is not None and one.exits == exits:
+                return replace(exits, policy=one.adaptation.policy)
+        return exits
 
     def finished(self, request: Request) -> None:
         """An answer is whole."""
         self._audit.finished(request)
-        for exits, drift in self._drifts:
-            if request.exits == exits:
-                # The first token comes from the prompt, at full depth.
-                drift.add(request.exit_layers[1:], request.confidences[1:])
-                break
+        followed = self._of(request)
+        if followed is not None:
+            # The first token comes from the prompt, at full depth.
+            followed.drift.add(request.exit_layers[1:], request.confidences[1:])
 
     def advance(self, thread: EngineThread) -> None:
         """An iteration is over, or all work is."""
@@ -65,13 +101,15 @@ class Watch:
         """Gauges of `offramp.serve.metrics.METRICS` by name, those that are known: of drift the greatest."""
         found: dict[str, float] = {}
         for name, values in (
-            ("offramp_depth_drift", [drift.depth for _, drift in self._drifts]),
-            ("offramp_confidence_drift", [drift.confidence for _, drift in self._drifts]),
+            ("offramp_depth_drift", [one.drift.depth for one in self._followed]),
+            ("offramp_confidence_drift", [one.drift.confidence for one in self._followed]),
         ):
             if known := [value for value in values if value is not None]:
                 found[name] = max(known)
         if found:
             found["offramp_drift_alarm"] = float(max(found.values()) > self.settings.drift_alarm)
+        if raises := [one.adaptation.greatest_raise for one in self._followed if one.adaptation is not None]:
+            found["offramp_threshold_raise"] = max(raises)
         if self.agreement.texts:
             low, high = self.agreement.interval
             found["offramp_audit_agreement"] = self.agreement.same_texts / self.agreement.texts
@@ -87,3 +125,17 @@ class Watch:
             "offramp_audited_tokens_total": found.tokens,
             "offramp_audited_agreeing_tokens_total": found.agreeing_tokens,
         }
+
+    def _of(self, request: Request) -> _Followed | None:
+        return next((one for one in self._followed if one.covers(request.exits)), None)
+
+    def _compared(self, request: Request, agreeing: int) -> None:
+        followed = self._of(request)
+        if followed is not None and followed.adaptation is not None:
+            followed.adaptation.compared(request, agreeing)
+
+
+def _adaptation(exits: ExitOptions, wanted: float | None) -> Adaptation | None:
+    if wanted is None or exits.policy is None or exits.policy.decay is not None:
+        return None
+    return Adaptation(exits.policy, wanted)

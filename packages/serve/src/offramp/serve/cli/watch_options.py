@@ -20,6 +20,12 @@ def add_watch_options(parser: argparse.ArgumentParser) -> None:
         "(default: 0)",
     )
     group.add_argument(
+        "--adapt-to",
+        type=float,
+        metavar="SHARE",
+        help="raise thresholds where audits show that tokens agree with full depth less often (default: never)",
+    )
+    group.add_argument(
         "--drift-alarm",
         type=float,
         metavar="INDEX",

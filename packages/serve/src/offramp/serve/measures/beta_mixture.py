@@ -60,6 +60,11 @@ class BetaMixture:
         place = (confidence - self._floor) / (1 - self._floor)
         self._pairs.append((min(max(place, _EDGE), 1 - _EDGE), agreed))
 
+    def forget(self, count: int) -> None:
+        """Let go of the oldest pairs: time has passed in which none came."""
+        for _ in range(min(count, len(self._pairs))):
+            self._pairs.popleft()
+
     def threshold(self, wanted: float) -> float:
         """The least confidence from which on a token agrees with probability `wanted`; the floor if all of them do.
 

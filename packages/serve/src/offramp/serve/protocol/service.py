@@ -74,6 +74,7 @@ class OpenAIService:
         tokenizer: The model's tokenizer.
         card: The model and its limits.
         check: The engine's own check of a request, called in the front's thread; raises `OfframpError`.
+        adapt: From the exits that a request would carry to those it carries; see `offramp.serve.adaptation`.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class OpenAIService:
         tokenizer: PreTrainedTokenizerBase,
         card: ModelCard,
         check: Callable[[Request], None] = lambda request: None,
+        adapt: Callable[[ExitOptions], ExitOptions] = lambda exits: exits,
     ) -> None:
         self.card = card
+        self._adapt = adapt
         self._thread = thread
         self._tokenizer = tokenizer
         self._check = check
@@ -206,7 +209,7 @@ class OpenAIService:
             sampling_params(body, self.card, budget, 0 if ranked and logprobs is None else logprobs, prompt_logprobs)
             for budget in budgets
         ]
-        exits = self._exit_options(body.offramp)
+        exits = self._adapt(self._exit_options(body.offramp))
         read = [prompt_and_source(ids, self.card.decoder_start_token_id) for ids in prompts]
         requests = [
             Request(
