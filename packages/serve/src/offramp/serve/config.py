@@ -114,6 +114,10 @@ class EngineConfig:
                 f"max_tokens_per_iteration {self.max_tokens_per_iteration} is below max_num_seqs {self.max_num_seqs}, "
                 "so running requests would have to wait for each other; raise the first or lower the second."
             )
+        if self.dtype == "fp16":
+            raise OfframpError(
+                "dtype 'fp16' is not served: states of T5 overflow in it, and bf16 is as fast; choose fp32, bf16."
+            )
         for what, value, known in (
             ("sync policy", self.sync_policy, get_args(SyncPolicy)),
             ("split rule", self.split_rule, get_args(SplitRule)),
