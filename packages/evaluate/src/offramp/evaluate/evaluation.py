@@ -99,7 +99,7 @@ def evaluate(
             "examples_sha256": sha256_of(examples),
         },
         "models": {
-            name: _about(path)
+            name: about_model(path)
             for name, path in (("model", asked.model), (BASELINE, asked.baseline))
             if path is not None
         },
@@ -108,7 +108,8 @@ def evaluate(
     return found, rows
 
 
-def _about(path: Path) -> dict[str, Any]:
+def about_model(path: Path) -> dict[str, Any]:
+    """What results say of a model."""
     checkpoint, _ = open_any_checkpoint(path)
     return {
         "path": path.resolve(),
@@ -118,9 +119,10 @@ def _about(path: Path) -> dict[str, Any]:
     }
 
 
-def _described(
+def described(
     setting: Setting, model: str, policy: ExitPolicy | None, figures: Figures, depths: Mapping[int, int]
 ) -> Any:
+    """What results say of a setting."""
     engine = asdict(setting.engine)
     default = asdict(EngineConfig())
     return {
@@ -135,7 +137,7 @@ def _described(
     }
 
 
-def _policy(setting: Setting, checkpoint: AnyCheckpoint) -> ExitPolicy | None:
+def policy_of(setting: Setting, checkpoint: AnyCheckpoint) -> ExitPolicy | None:
     """What decides when tokens leave; None: nobody does."""
     return None if setting.exits.kv_policy in ("full", "static") else setting.exits.policy or checkpoint.policy
 
@@ -183,7 +185,7 @@ def _write(
         scored = task.score(answers.texts, examples)
         reference = reference or (answers, scored)
         figures = of_answers(answers, scored, *reference, engine.checkpoint.model.config.num_layers)
-        settings.append(_described(setting, model, _policy(setting, engine.checkpoint), figures, answers.depths))
+        settings.append(described(setting, model, policy_of(setting, engine.checkpoint), figures, answers.depths))
         for index, answer in enumerate(answers.given):
             rows.append(
                 {
@@ -215,7 +217,7 @@ def _read(
         for layer in reader.checkpoint.exits.layers
     ]
     for setting in asked.settings:
-        policy = _policy(setting, reader.checkpoint)
+        policy = policy_of(setting, reader.checkpoint)
         ways.append((setting, final if policy is None else policy))
     settings = [
         _read_by(setting, "model", way, task, examples, reader, final, reference)
@@ -262,4 +264,4 @@ def _read_by(
         right = [example.answer or 0 for example in examples]
         figures = of_choices(mine, reference, choices, right, num_layers)
     depths = Counter(layer for parts in mine for part in parts for layer in part.layers)
-    return _described(setting, model, way if isinstance(way, ExitPolicy) else None, figures, depths)
+    return described(setting, model, way if isinstance(way, ExitPolicy) else None, figures, depths)

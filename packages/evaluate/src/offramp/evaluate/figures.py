@@ -32,8 +32,9 @@ def of_answers(mine: Answers, scored: Scores, full: Answers, full_scored: Scores
     Returns:
         Every score, and as `NAME_ratio` over that of full depth; `same_texts` and `same_tokens` (the share of an answer
         before the first difference from full depth), `rougeL_to_full`; `layers_per_token` and `early_tokens` (the share
-        that left early), both of tokens that could; `tokens_per_second`, `speedup`, `inner_token_latency_s`,
-        `latency_ratio` (full depth over this); `cut_off`, the share of answers that met the limit of tokens.
+        that left early), both of tokens that could; `layers_run`, the same with what was made up for later, without an
+        interval; `tokens_per_second`, `speedup`, `inner_token_latency_s`, `latency_ratio` (full depth over this);
+        `cut_off`, the share of answers that met the limit of tokens.
     """
     given, theirs = mine.given, full.given
     figures: Figures = {}
@@ -50,6 +51,8 @@ def of_answers(mine: Answers, scored: Scores, full: Answers, full_scored: Scores
     figures["early_tokens"] = bootstrap.ratio(
         [float(sum(layer < num_layers for layer in layers)) for layers in deep], counts
     )
+    # Of the whole run: what was made up for one answer's tokens ran in passes of another's.
+    figures["layers_run"] = Interval(mine.layers_per_token, math.nan, math.nan)
     tokens, costs = [float(len(answer.token_ids)) for answer in given], [answer.cost_s for answer in given]
     full_tokens, full_costs = [float(len(one.token_ids)) for one in theirs], [one.cost_s for one in theirs]
     waits, full_waits = [answer.decoding_s for answer in given], [one.decoding_s for one in theirs]
@@ -91,7 +94,7 @@ def of_texts(mine: Sequence[Read], full: Sequence[Read], num_layers: int) -> Fig
         "bits_per_byte": of(lambda a, b: a / b / math.log(2), lost, sizes),
         "perplexity_ratio": of(lambda a, b, c: np.exp((a - b) / c), lost, full_lost, tokens),
     }
-    return {**figures, **_of_reading(mine, num_layers)}
+    return {**figures, **of_reading(mine, num_layers)}
 
 
 def of_choices(
@@ -127,10 +130,11 @@ def of_choices(
         figures[name] = bootstrap.mean(hits)
         figures[f"{name}_ratio"] = bootstrap.ratio(hits, full_hits)
     figures["same_choice"] = bootstrap.mean([float(a.raw == b.raw) for a, b in zip(picks, full_picks, strict=True)])
-    return {**figures, **_of_reading([read for reads in mine for read in reads], num_layers)}
+    return {**figures, **of_reading([read for reads in mine for read in reads], num_layers)}
 
 
-def _of_reading(mine: Sequence[Read], num_layers: int) -> Figures:
+def of_reading(mine: Sequence[Read], num_layers: int) -> Figures:
+    """Agreement with the last exit, calibration and depth; see `of_texts`."""
     tokens = [float(len(one.layers)) for one in mine]
     figures: Figures = {
         "agreement": bootstrap.ratio([float(sum(one.agrees)) for one in mine], tokens),

@@ -10,6 +10,7 @@ from offramp.evaluate.page import Table
 
 _COST: dict[str, str] = {
     "layers_per_token": "layers",
+    "layers_run": "layers run",
     "early_tokens": "early",
     "tokens_per_second": "tokens/s",
     "speedup": "speed-up",

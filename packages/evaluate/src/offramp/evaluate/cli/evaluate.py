@@ -8,8 +8,9 @@ import itertools
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
+from offramp.common.errors import OfframpError
 from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.policy import Measure
 from offramp.evaluate.cli.options import (
@@ -51,26 +52,32 @@ def main(argv: list[str]) -> int:
 
     from offramp.common.checkpoint import open_any_checkpoint
     from offramp.evaluate.evaluation import Asked, evaluate
+    from offramp.evaluate.lm_eval_tasks import PREFIX, evaluate_lm_eval
     from offramp.evaluate.results import circumstances, plain, write_results
     from offramp.evaluate.tables import as_text, evaluation_tables
     from offramp.evaluate.tasks import task_named
 
-    task = task_named(options.task)
-    examples = task.load(task_options(options))
     check_output(options)
+    foreign = options.task.startswith(PREFIX)
+    task = None if foreign else task_named(options.task)
+    examples = [] if task is None else task.load(task_options(options))
     checkpoint, _ = open_any_checkpoint(options.directory)
     if checkpoint.policy is None and options.threshold is None and options.point is None:
-        print(
-            f"{options.directory} has no exit policy, so nothing leaves early; give --threshold X",
-            file=sys.stderr,
-        )
-    settings = _settings(options, config, checkpoint, writes=task.kind == "write")
+        print(f"{options.directory} has no exit policy, so nothing leaves early; give --threshold X", file=sys.stderr)
+    settings = _settings(options, config, checkpoint, writes=task is not None and task.kind == "write")
     asked = Asked(options.directory, settings, options.baseline, options.chat, options.max_tokens, options.window)
 
     def tell(what: str) -> None:
-        print(f"{task.name}, {len(examples)} examples: {what} ...", file=sys.stderr, flush=True)
+        print(f"{options.task}: {what} ...", file=sys.stderr, flush=True)
 
-    found, rows = evaluate(task, examples, asked, options.data, tell)
+    if task is None:
+        if options.data is not None:
+            raise OfframpError(f"the task {options.task} knows its own data; leave --data out.")
+        name = options.task.removeprefix(PREFIX)
+        rows: list[dict[str, Any]] = []
+        found = evaluate_lm_eval(name, asked, limit=options.limit, definitions=options.definitions, tell=tell)
+    else:
+        found, rows = evaluate(task, examples, asked, options.data, tell)
     results = plain({**circumstances(["offramp", "evaluate", *argv]), **found})
     path = write_results(options.out, "evaluation", results)
     if rows:
@@ -124,6 +131,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="TOKENS",
         help="perplexity: tokens read at once (default: 512, or what the model takes)",
+    )
+    what.add_argument(
+        "--definitions",
+        type=Path,
+        metavar="DIR",
+        help="lm-eval:NAME: a folder of tasks in YAML, in place of lm-eval's own",
     )
     how = parser.add_argument_group("settings beside full depth")
     how.add_argument(
