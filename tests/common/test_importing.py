@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.tiny import CHAT_TEMPLATE, EOS_ID, PAD_ID, tiny_checkpoint, tiny_model, tiny_tokenizer
 from offramp.common import cli
-from offramp.common.checkpoint import load_checkpoint
+from offramp.common.checkpoint import load_checkpoint, write_record
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.operating_point import OperatingPoint, OperatingPoints
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.gguf import find_in_package
 from offramp.common.importing import NewExits, import_model, main
@@ -248,10 +249,13 @@ def test_a_path_that_does_not_exist_is_not_looked_for_on_the_hub(tmp_path: Path)
 
 
 def test_exits_are_replaced_only_when_told_to(tmp_path: Path) -> None:
-    source = tiny_checkpoint(tmp_path / "in", ExitConfig((1, 3)), ExitPolicy("margin", {1: 0.5}))
+    policy = ExitPolicy("margin", {1: 0.5})
+    source = tiny_checkpoint(tmp_path / "in", ExitConfig((1, 3)), policy)
     before = load_checkpoint(source)
+    before.points = OperatingPoints({"safe": OperatingPoint("fill", policy)}, "safe")
+    write_record(source, before)
     copied = import_model(str(source), tmp_path / "copy")
-    assert (copied.exits, copied.policy) == (before.exits, before.policy)
+    assert (copied.exits, copied.policy, copied.points) == (before.exits, policy, before.points)
     assert (tmp_path / "copy/exits.safetensors").read_bytes() == (source / "exits.safetensors").read_bytes()
     new = NewExits(ExitConfig((2,), "mlp", tied=False))
     for other, fault in (
@@ -264,6 +268,7 @@ def test_exits_are_replaced_only_when_told_to(tmp_path: Path) -> None:
     after = load_checkpoint(tmp_path / "out")
     assert after.exits == new.config
     assert after.policy is None
+    assert after.points == OperatingPoints(), "they are about exits that are gone"
     assert torch.equal(after.model.norm.weight, before.model.norm.weight)
 
 

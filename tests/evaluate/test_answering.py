@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.tiny import tiny_checkpoint
-from offramp.common.checkpoint import load_checkpoint
+from offramp.common.checkpoint import load_checkpoint, save_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
@@ -75,6 +76,23 @@ def test_one_engine_at_a_time(directory: Path) -> None:
     first = answerer.engine(CONFIG)
     assert answerer.engine(EngineConfig(prefix_caching=False, max_num_seqs=2)) is first
     assert answerer.engine(EngineConfig(prefix_caching=False)) is not first
+
+
+def test_a_failed_answer_is_told_or_kept(directory: Path, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(directory)
+    broken, sound = 7, 8
+    with torch.no_grad():
+        checkpoint.model.embed_tokens.weight[broken] = torch.nan
+    answerer = Answerer(save_checkpoint(tmp_path / "broken", checkpoint, assets=directory))
+    setting, prompts = Setting("it", engine=CONFIG), [[sound], [broken]]
+    with pytest.raises(OfframpError, match="1 of 2 answers failed, the first because the logits at layer 4 are not"):
+        answerer.answer(setting, prompts, 1)
+    answers = answerer.answer(setting, prompts, 1, may_fail=True)
+    assert [answer.finish_reason for answer in answers.given] == ["length", "error"]
+    assert [answer.error is None for answer in answers.given] == [True, False]
+    assert answers.num_tokens == 1
+    with pytest.raises(OfframpError, match="1 of 1 answers failed"):
+        answerer.answer(setting, prompts[1:], 1, may_fail=True)
 
 
 def test_what_cannot_be_answered(directory: Path) -> None:

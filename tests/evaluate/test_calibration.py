@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from offramp.evaluate.answering import Answer, Answers, Setting
 from offramp.evaluate.calibration import Calibration, Chain, calibrate, make_chains
 from offramp.evaluate.cli.calibrate import main
 from offramp.evaluate.learn_then_test import p_value
-from offramp.serve.config import EngineConfig
+from offramp.serve.cli.generate import main as generate
+from offramp.serve.config import EngineConfig, SyncPolicy
 
 LAYERS = 8
 
@@ -33,11 +35,17 @@ class Oracle:
     def __init__(self, risks: dict[float, float]) -> None:
         self.risks = risks
         self.asked: list[float] = []
+        self.failing = 0
 
-    def answer(self, setting: Setting, prompts: Sequence[str], max_tokens: int, stop: Sequence[str]) -> Answers:
+    def answer(
+        self, setting: Setting, prompts: Sequence[str], max_tokens: int, stop: Sequence[str], *, may_fail: bool
+    ) -> Answers:
+        assert may_fail
         policy = setting.exits.policy
         if policy is None:
-            return Answers(setting, [self._answer("right", LAYERS)] * len(prompts), 1.0, float(LAYERS))
+            full = [self._answer("right", LAYERS) for _ in prompts]
+            full[: self.failing] = [replace(one, error="it broke") for one in full[: self.failing]]
+            return Answers(setting, full, 1.0, float(LAYERS))
         (threshold,) = set(policy.thresholds.values())
         self.asked.append(threshold)
         risk = self.risks[threshold]
@@ -90,6 +98,24 @@ def test_what_saves_no_layer_is_not_chosen() -> None:
     assert found.chosen == {0.05: None}
 
 
+def test_a_failed_answer_is_a_loss() -> None:
+    oracle = Oracle({0.9: 0.0})
+    oracle.failing = 3
+    (_, (tried,)), *_ = run(oracle, ["0.5"] * 400, chain(0.9), [0.05]).chains
+    assert (math.fsum(tried.losses), tried.num_failed) == (3, 3)
+    assert tried.p_values[0.05] == p_value("hoeffding_bentkus", 3, 400, 0.05)
+
+
+def test_losses_between_0_and_1_are_not_counted_as_if_they_were_0_or_1() -> None:
+    answerer: Any = Oracle({0.9: 0.0})
+
+    def halves(texts: Sequence[str], full: Sequence[str]) -> list[float]:
+        return [0.5, 0.5, *([0.0] * (len(texts) - 2))]  # their sum is a whole number
+
+    with pytest.raises(OfframpError, match="'binomial' is for losses of 0 or 1"):
+        calibrate(answerer, EngineConfig(), ["0.5"] * 400, halves, chain(0.9), [0.05], bound="binomial")
+
+
 def test_several_chains_share_epsilon() -> None:
     prompts = [str(index / 1000) for index in range(72)]
     oracle = Oracle({0.9: 0.0})
@@ -115,6 +141,34 @@ def test_a_promise_is_wrong_at_most_as_often_as_epsilon_says() -> None:
             useful += 1
     assert wrong <= 137
     assert useful > 900
+
+
+@pytest.mark.parametrize(("risk", "kept"), [(0.0, "all"), (0.5, "regroup")])
+def test_of_sync_policies_the_one_with_the_cheapest_points_is_kept(risk: float, kept: SyncPolicy) -> None:
+    class Batched(Oracle):
+        """Answers rightly under `regroup`; under `all` it saves more, and has the risk asked for."""
+
+        def answer(self, setting: Setting, *rest: Any, **more: Any) -> Answers:
+            together = setting.engine.sync_policy == "all"
+            self.risks = {0.9: risk if together else 0.0}
+            answers = super().answer(setting, *rest, **more)
+            policies.append(setting.engine.sync_policy)
+            return replace(answers, layers_per_token=answers.layers_per_token - together)
+
+    policies: list[str] = []
+    chains = make_chains(
+        ExitPolicy("margin"),
+        (2,),
+        measures=("margin",),
+        kv_policies=("fill",),
+        sync_policies=("regroup", "all"),
+        thresholds=(0.9,),
+    )
+    assert [one.name for one in chains] == ["margin, fill, regroup", "margin, fill, all"]
+    found = run(Batched({}), ["0.25"] * 400, chains, [0.05])
+    assert policies == ["regroup", "regroup", "all"]
+    assert found.engine == EngineConfig(sync_policy=kept)
+    assert found.chosen[0.05] is not None
 
 
 def test_chains_are_all_combinations() -> None:
@@ -186,6 +240,44 @@ def test_points_and_record_can_be_checked(directory: Path, data: Path, capsys: p
     assert found["chosen"]["fast"]["layers"] < 4
     assert checkpoint.points.by_name["fast"].profile is not None
     assert checkpoint.policy == checkpoint.points.by_name[checkpoint.points.default or ""].policy
+
+
+def test_prompts_are_asked_once_and_drawn_by_seed(
+    directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text(data.read_text() + "\n" + data.read_text())
+    hashes = []
+    for more in ([], ["--limit", "5"], ["--limit", "5", "--seed", "1"], ["--limit", "5", "--seed", "1"]):
+        assert main(command(directory, twice, "--point", "fast=0.95", "--json", "--dry-run", *more)) == 0
+        found = json.loads(capsys.readouterr().out)["calibration"]
+        assert found["num_examples"] == (5 if more else 24)
+        assert found["chains"][0]["tried"][0]["n"] == found["num_examples"]
+        hashes.append(found["sha256"])
+    assert hashes[2] == hashes[3]
+    assert len(set(hashes)) == 3
+
+
+def test_points_are_for_the_engine_that_was_calibrated(
+    directory: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = ["--try-sync-policy", "all,quantile", "--max-num-seqs", "4", "--threshold", "0.001"]
+    assert main(command(directory, data, *tried, "--point", "fast=0.99", "--epsilon", "0.4")) == 0
+    record = load_checkpoint(directory).calibration
+    assert record is not None
+    assert record["chosen"]["fast"] is not None
+    kept = record["engine"]["sync_policy"]
+    assert f"This holds for engines with --sync-policy {kept}." in capsys.readouterr().out
+    assert [one["sync_policy"] for one in record["chains"]] == ["all", "quantile"]
+    asked = [str(directory), "--prompt", "Tiny", "--max-tokens", "3", "--max-num-seqs", "4"]
+    for more, warned in (
+        (["--sync-policy", kept], False),
+        (["--sync-policy", "regroup"], True),
+        (["--sync-policy", "regroup", "--operating-point", "exact"], False),
+    ):
+        assert generate([*asked, *more]) == 0
+        said = capsys.readouterr().err
+        assert (f"calibrated with sync_policy {kept} and not regroup" in said) == warned
 
 
 def test_nothing_certified_leaves_full_depth(directory: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,3 +97,5 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
         run(folder, tmp_path, "nothing")
     with pytest.raises(OfframpError, match="leave --data out"):
         run(folder, tmp_path, "choose", "--data", str(folder / "rows.jsonl"))
+    with pytest.raises(OfframpError, match="leave --seed out"):
+        run(folder, tmp_path, "choose", "--limit", "2", "--seed", "1")

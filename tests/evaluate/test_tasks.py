@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offramp.common.errors import OfframpError
-from offramp.evaluate.examples import Example, sha256_of
+from offramp.evaluate.examples import Example, merged, sampled, sha256_of
 from offramp.evaluate.tasks import TaskOptions, task_named
 
 
@@ -117,3 +117,18 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
 def test_the_hash_tells_examples_apart() -> None:
     assert sha256_of([Example("a", ("b",))]) == sha256_of([Example("a", ("b",))])
     assert sha256_of([Example("a", ("b",))]) != sha256_of([Example("a", (), ("b",))])
+
+
+def test_a_prompt_is_asked_once_with_all_its_references() -> None:
+    rows = [Example("a", ("x",)), Example("b", ("y",)), Example("a", ("z", "x"))]
+    assert merged(rows) == [Example("a", ("x", "z")), Example("b", ("y",))]
+
+
+def test_examples_are_drawn_by_seed_or_taken_from_the_front() -> None:
+    rows = [Example(str(number)) for number in range(20)]
+    assert sampled(rows, 3, None) == rows[:3]
+    assert sampled(rows, None, None) == sampled(rows, 30, 1) == rows
+    drawn = sampled(rows, 6, 1)
+    assert drawn == sampled(rows, 6, 1) != sampled(rows, 6, 2)
+    assert drawn == sorted(drawn, key=rows.index)
+    assert len(set(drawn)) == 6

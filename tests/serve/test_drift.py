@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 import numpy as np
+import pytest
 
 from offramp.common.exits.policy import ExitPolicy
 from offramp.common.exits.profile import TokenProfile
-from offramp.serve.config import WatchSettings
+from offramp.serve.config import EngineConfig, WatchSettings
 from offramp.serve.measures.drift import ENOUGH, Drift
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.request import Request
 from offramp.serve.request.sampling_params import SamplingParams
-from offramp.serve.watch import Calibrated, Watch
+from offramp.serve.watch import Calibrated, Watch, unlike_calibration
 
 Tokens = tuple[list[int], list[float | None]]
 
@@ -80,3 +84,30 @@ def test_only_answers_of_a_calibrated_kind_are_compared_and_the_alarm_has_its_le
         gauges = watch.gauges()
         assert gauges["offramp_depth_drift"] > 0.25 > gauges["offramp_confidence_drift"]
         assert gauges["offramp_drift_alarm"] == alarm
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "difference"),
+    [
+        ({}, {}, None),
+        ({}, {"max_num_seqs": 4, "num_threads": 1}, None),
+        ({}, {"dtype": "bf16"}, "dtype fp32 and not bf16"),
+        ({}, {"sync_policy": "all"}, "sync_policy regroup and not all"),
+        ({"quantile": 0.5}, {}, None),
+        ({"sync_policy": "quantile", "quantile": 0.5}, {"sync_policy": "quantile"}, "quantile 0.5 and not 0.75"),
+        ({"sync_policy": "all"}, {"sync_policy": "all", "max_num_seqs": 4}, "max_num_seqs 32 and not 4"),
+        ({"split_rule": "cost"}, {}, "split_rule cost and not always"),
+    ],
+)
+def test_a_promise_is_about_an_engine(then: dict[str, Any], now: dict[str, Any], difference: str | None) -> None:
+    said = unlike_calibration({"engine": asdict(EngineConfig(**then))}, EngineConfig(**now))
+    if difference is None:
+        assert said is None
+    else:
+        assert said is not None
+        assert f"calibrated with {difference}, so" in said
+
+
+def test_without_a_record_there_is_no_promise() -> None:
+    assert unlike_calibration(None, EngineConfig()) is None
+    assert unlike_calibration({"method": "held-out search"}, EngineConfig(dtype="bf16")) is None

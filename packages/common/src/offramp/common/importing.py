@@ -26,6 +26,7 @@ from offramp.common.checkpoint import (
 )
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig, HeadKind
+from offramp.common.exits.operating_point import OperatingPoints
 from offramp.common.families import AnyModel, make_model
 from offramp.common.hf import read_json
 from offramp.common.t5.config import T5Config
@@ -77,7 +78,7 @@ def import_model(
             first that exists, in this order.
         out: directory to write.
         exits: exits to add, beside those of the same kind that the source may have; None adds none.
-        replace_exits: drop the exits, the policy and the calibration that the source already has.
+        replace_exits: drop the exits, the policy, the operating points and the calibration that the source already has.
         dtype: convert weights; as stored if None, dequantised weights in fp32.
         overwrite: replace `out` if it is a checkpoint directory.
 
@@ -92,6 +93,7 @@ def import_model(
         if exits is not None:
             if replace_exits:
                 checkpoint.policy = checkpoint.calibration = None
+                checkpoint.points = OperatingPoints()
             else:
                 _check_fit(source, checkpoint.exits, exits.config)
             kept = () if replace_exits else checkpoint.exits.layers

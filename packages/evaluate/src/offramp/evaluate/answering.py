@@ -50,7 +50,8 @@ class Answer:
         confidences: what the exit test measured for each; None at the final exit.
         times: seconds from the start of the run to each of them.
         cost_s: its share of the run's time: every iteration's seconds are divided among those who got a token in it.
-        finish_reason: `stop`, or `length` where the limit cut it off.
+        finish_reason: `stop`, `length` where the limit cut it off, or `error`.
+        error: why it failed; None: it did not. What came before counts in all other fields.
     """
 
     text: str
@@ -60,6 +61,7 @@ class Answer:
     times: list[float]
     cost_s: float
     finish_reason: str
+    error: str | None = None
 
     @property
     def decoding_s(self) -> float:
@@ -142,6 +144,8 @@ class Answerer:
         max_tokens: int,
         stop: Sequence[str] = (),
         on_token: Callable[[int], None] = lambda count: None,
+        *,
+        may_fail: bool = False,
     ) -> Answers:
         """Answer all prompts greedily.
 
@@ -153,6 +157,7 @@ class Answerer:
             max_tokens: most tokens of an answer.
             stop: strings that end it.
             on_token: told how many tokens came, for a progress bar.
+            may_fail: answers that fail are given as they are, with their `error`, unless all of them do.
 
         Raises:
             OfframpError: there is no prompt, one that can never run, or an answer that failed.
@@ -176,7 +181,8 @@ class Answerer:
         start = time.perf_counter()
         completions = generate(engine, prompts, sampling, setting.exits, on_output=take)
         seconds = time.perf_counter() - start
-        if failed := [one.error for one in completions if one.error is not None]:
+        failed = [one.error for one in completions if one.error is not None]
+        if len(failed) == len(completions) or (failed and not may_fail):
             raise OfframpError(f"{len(failed)} of {len(completions)} answers failed, the first because {failed[0]}")
         times = [[moment - start for moment in metrics[index].token_times] for index in range(len(completions))]
         given = [
@@ -188,6 +194,7 @@ class Answerer:
                 moments,
                 cost,
                 one.finish_reason or "stop",
+                one.error,
             )
             for one, moments, cost in zip(completions, times, costs(times), strict=True)
         ]

@@ -15,7 +15,6 @@ from offramp.common.exits.policy import ExitPolicy
 from offramp.evaluate.calibration import Calibration
 from offramp.evaluate.learn_then_test import Bound
 from offramp.evaluate.risks import Risk
-from offramp.serve.config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -55,22 +54,22 @@ class Asked:
         data: path of its file, if it has one.
         sha256: of the examples.
         num_examples: how many.
+        seed: by which they were drawn from more; None: they were not.
         training_data: what is known of them beside the training data.
         chat: whether prompts were put into the tokenizer's chat template.
         max_tokens: most tokens of an answer.
         stop: strings that end one.
-        engine: settings that answered.
     """
 
     task: str
     data: str | None
     sha256: str
     num_examples: int
+    seed: int | None
     training_data: str
     chat: bool
     max_tokens: int
     stop: Sequence[str]
-    engine: EngineConfig
 
 
 def operating_points(calibration: Calibration, promise: Promise) -> OperatingPoints:
@@ -95,6 +94,7 @@ def record(calibration: Calibration, promise: Promise, asked: Asked) -> dict[str
         "made_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "offramp_version": importlib.metadata.version("offramp-evaluate"),
         **asdict(asked),
+        "engine": asdict(calibration.engine),
         "full_depth": {
             "layers": calibration.full.layers_per_token,
             "tokens_per_second": calibration.full.tokens_per_second,
@@ -102,6 +102,7 @@ def record(calibration: Calibration, promise: Promise, asked: Asked) -> dict[str
         "chains": [
             {
                 "name": chain.name,
+                "sync_policy": chain.sync_policy,
                 "epsilon": promise.epsilon / len(calibration.chains),
                 "tried": [one.to_json() for one in tried],
                 "not_tried": len(chain.candidates) - len(tried),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,37 @@ class Example:
     references: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     answer: int | None = None
+
+
+def merged(examples: Iterable[Example]) -> list[Example]:
+    """One example for each prompt, with the references of all that ask the same, in the order of their first.
+
+    A question that is asked twice is no second draw: counted as one it would make intervals and p-values too small.
+    """
+    found: dict[str, Example] = {}
+    for example in examples:
+        other = found.get(example.prompt)
+        if other is None:
+            found[example.prompt] = example
+        else:
+            both = tuple(dict.fromkeys(other.references + example.references))
+            found[example.prompt] = replace(other, references=both)
+    return list(found.values())
+
+
+def sampled(examples: Sequence[Example], count: int | None, seed: int | None) -> list[Example]:
+    """Some of the examples, in their order.
+
+    Args:
+        examples: all of them.
+        count: how many at most; None: all.
+        seed: draws them at random; None takes them from the front.
+    """
+    if count is None or count >= len(examples):
+        return list(examples)
+    if seed is None:
+        return list(examples[:count])
+    return [examples[index] for index in sorted(random.Random(seed).sample(range(len(examples)), count))]
 
 
 def sha256_of(examples: Sequence[Example]) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from offramp.common.errors import OfframpError
 from offramp.evaluate import scores
-from offramp.evaluate.examples import Example, column, json_rows, read_text
+from offramp.evaluate.examples import Example, column, json_rows, merged, read_text, sampled
 from offramp.evaluate.rouge import KINDS, rouge
 
 Kind = Literal["write", "choose", "read"]
@@ -31,7 +31,8 @@ class TaskOptions:
 
     Attributes:
         data: its file.
-        limit: examples to take, from the front; None: all of them.
+        limit: most examples to take; None: all of them.
+        seed: draws them; None takes them from the front.
         prompt: `summarisation`: column of what is summarised, or a format string over columns.
         reference: `summarisation`: column of the good answer, or of a list of them.
         shots: `gsm8k`: how many rows, from the front of the file, are solved in the prompt.
@@ -39,6 +40,7 @@ class TaskOptions:
 
     data: Path | None = None
     limit: int | None = None
+    seed: int | None = None
     prompt: str = "prompt"
     reference: str = "references"
     shots: int = 4
@@ -71,7 +73,7 @@ class Task:
     needs_data: bool = True
 
     def load(self, options: TaskOptions) -> list[Example]:
-        """The examples that are asked.
+        """The examples that are asked, where they ask for text each prompt once.
 
         Raises:
             OfframpError: there is no file, it cannot be read as what it should be, or it holds nothing.
@@ -82,20 +84,19 @@ class Task:
             raise OfframpError(f"the task {self.name} brings its own data; leave --data out.")
         if options.limit is not None and options.limit < 1:
             raise OfframpError(f"limit {options.limit} must be at least 1 example.")
-        found: list[Example] = []
-        for example in self.examples(options):
-            found.append(example)
-            if len(found) == options.limit:
-                break
+        if options.seed is not None and options.limit is None:
+            raise OfframpError(f"seed {options.seed} draws some of the examples; give --limit as well.")
+        every = self.examples(options)
+        found = merged(every) if self.kind == "write" else list(every)
         if not found:
             raise OfframpError(f"{options.data} holds no example for the task {self.name}; it needs {self.about}.")
-        return found
+        return sampled(found, options.limit, options.seed)
 
 
 def _summarisation(options: TaskOptions) -> Iterator[Example]:
     from offramp.train.data.sources import SourceConfig, load_rows
 
-    source = SourceConfig("files", str(options.data), limit=options.limit)
+    source = SourceConfig("files", str(options.data))
     for row in load_rows(source, _cache()):
         assert isinstance(row, dict)
         good = _value(row, options.reference, source.name)

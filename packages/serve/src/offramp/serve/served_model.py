@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from offramp.serve.exit_overrides import point_options
 from offramp.serve.protocol.card import ModelCard
 from offramp.serve.protocol.service import OpenAIService
 from offramp.serve.request.output import RequestOutput
-from offramp.serve.watch import Calibrated, Watch
+from offramp.serve.watch import Calibrated, Watch, unlike_calibration
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class ServedModel:
             block_size=engine.config.block_size,
             archive_sha256=archive_sha256,
         )
+        if engine.checkpoint.points.by_name and (why := unlike_calibration(engine.checkpoint.calibration, config)):
+            log.warning("%s", why)
         return cls(engine, card, max_requests, Watch(watch or WatchSettings(), _calibrated(engine.checkpoint)))
 
     def start(

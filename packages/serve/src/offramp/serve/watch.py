@@ -6,17 +6,43 @@ What audits show may raise thresholds, see `adaptation`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from offramp.common.exits.profile import TokenProfile
 from offramp.serve.adaptation import Adaptation
-from offramp.serve.config import WatchSettings
+from offramp.serve.config import EngineConfig, WatchSettings
 from offramp.serve.engine_thread import EngineThread
 from offramp.serve.measures.drift import Drift
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.request import Request
 from offramp.serve.shadow_audit import Agreement, ShadowAudit
+
+
+def unlike_calibration(record: Mapping[str, Any] | None, config: EngineConfig) -> str | None:
+    """Why the promise of a calibration says nothing about an engine, in a sentence; None if it holds there.
+
+    Args:
+        record: Of the calibration, from the checkpoint; None, or one without an engine, promises nothing.
+        config: Settings of the engine.
+    """
+    then = (record or {}).get("engine")
+    if not isinstance(then, Mapping):
+        return None
+    names = ["dtype", "quantization", "sync_policy", "split_rule"]
+    if config.sync_policy == "quantile":
+        names.append("quantile")
+    if config.sync_policy != "regroup" or config.split_rule == "cost":
+        names.append("max_num_seqs")  # there a batch decides together when its rows leave
+    unlike = [name for name in names if name in then and then[name] != getattr(config, name)]
+    if not unlike:
+        return None
+    differences = ", ".join(f"{name} {then[name]} and not {getattr(config, name)}" for name in unlike)
+    return (
+        f"The operating points were calibrated with {differences}, so what they promise does not hold here; set that, "
+        "or calibrate again."
+    )
 
 
 @dataclass(frozen=True)

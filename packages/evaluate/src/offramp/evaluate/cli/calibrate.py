@@ -16,7 +16,7 @@ from offramp.evaluate.cli.options import add_task_options, comma_separated, one_
 from offramp.evaluate.learn_then_test import Bound, check_probability
 from offramp.evaluate.risks import Risk
 from offramp.serve.cli.engine_options import add_engine_options, engine_settings
-from offramp.serve.config import EngineConfig
+from offramp.serve.config import EngineConfig, SyncPolicy
 
 if TYPE_CHECKING:
     from offramp.evaluate.calibration import Calibration, Losses, Tried
@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
         checkpoint.exits.layers,
         measures=measures,
         kv_policies=options.kv_policy,
+        sync_policies=options.try_sync_policy or (config.sync_policy,),
         decays=options.decay,
         thresholds=options.threshold,
         each_exit=options.each_exit,
@@ -86,7 +87,15 @@ def main(argv: list[str]) -> int:
     points = operating_points(calibration, promise)
     data = None if options.data is None else str(options.data)
     asked = Asked(
-        task.name, data, sha256_of(examples), len(examples), known, options.chat, max_tokens, task.stop, config
+        task.name,
+        data,
+        sha256_of(examples),
+        len(examples),
+        options.seed,
+        known,
+        options.chat,
+        max_tokens,
+        task.stop,
     )
     found = record(calibration, promise, asked)
     put_into(checkpoint, points, found, template)
@@ -100,6 +109,8 @@ def main(argv: list[str]) -> int:
         print(json.dumps({"points": points.to_json(), "calibration": found}))
     else:
         print(_table(calibration, promise, points.default))
+        if options.try_sync_policy is not None:
+            print(f"This holds for engines with --sync-policy {calibration.engine.sync_policy}.")
     return 0
 
 
@@ -119,7 +130,11 @@ def _tell(chain: str, tried: Tried | None) -> None:
         return
     policy = tried.candidate.policy
     certified = f"certified for {', '.join(map(str, sorted(tried.certified)))}" if tried.certified else "not certified"
-    _say(f"{chain}, {max(policy.thresholds.values()):g}: risk {tried.risk:.4f}, {tried.layers:.2f} layers, {certified}")
+    failed = f"{tried.num_failed} failed, " if tried.num_failed else ""
+    _say(
+        f"{chain}, {max(policy.thresholds.values()):g}: {failed}risk {tried.risk:.4f}, {tried.layers:.2f} layers, "
+        f"{certified}"
+    )
 
 
 def _table(calibration: Calibration, promise: Promise, default: str | None) -> str:
@@ -202,6 +217,12 @@ def _parser() -> argparse.ArgumentParser:
         default=("fill",),
         metavar="NAME,...",
         help=f"some of {', '.join(_EARLY)} (default: fill)",
+    )
+    what.add_argument(
+        "--try-sync-policy",
+        type=comma_separated(one_of(get_args(SyncPolicy))),
+        metavar="NAME,...",
+        help="sync policies of the engine, of which the one with the cheapest points is kept (default: --sync-policy)",
     )
     what.add_argument(
         "--decay",

@@ -73,6 +73,8 @@ def main(argv: list[str]) -> int:
     if task is None:
         if options.data is not None:
             raise OfframpError(f"the task {options.task} knows its own data; leave --data out.")
+        if options.seed is not None:
+            raise OfframpError(f"the task {options.task} takes its examples from the front; leave --seed out.")
         name = options.task.removeprefix(PREFIX)
         rows: list[dict[str, Any]] = []
         found = evaluate_lm_eval(name, asked, limit=options.limit, definitions=options.definitions, tell=tell)

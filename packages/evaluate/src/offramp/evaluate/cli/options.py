@@ -28,7 +28,10 @@ def add_task_options(parser: argparse.ArgumentParser, *, required: bool = True) 
         "--task", required=required, metavar="NAME", help="a built-in task; `offramp evaluate --list` names them"
     )
     group.add_argument("--data", type=Path, metavar="FILE", help="the task's data")
-    group.add_argument("--limit", type=int, metavar="N", help="examples, from the front (default: all of them)")
+    group.add_argument("--limit", type=int, metavar="N", help="most examples (default: all of them)")
+    group.add_argument(
+        "--seed", type=int, metavar="S", help="draw --limit examples (default: take them from the front)"
+    )
     group.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: the task's)")
     group.add_argument("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
     group.add_argument(
@@ -57,7 +60,7 @@ def task_options(options: argparse.Namespace) -> TaskOptions:
     """What was given of `add_task_options`."""
     from offramp.evaluate.tasks import TaskOptions
 
-    return TaskOptions(options.data, options.limit, options.prompt, options.reference, options.shots)
+    return TaskOptions(options.data, options.limit, options.seed, options.prompt, options.reference, options.shots)
 
 
 def comma_separated(read: Callable[[str], _T]) -> Callable[[str], tuple[_T, ...]]:

@@ -19,7 +19,7 @@ from offramp.common.exits.policy import Measure
 from offramp.serve.cli.engine_options import add_engine_options, engine_settings
 from offramp.serve.cli.probe_report import probe_json, probe_table
 from offramp.serve.config import EngineConfig
-from offramp.serve.exit_overrides import ExitOverrides, exit_options
+from offramp.serve.exit_overrides import ExitOverrides, exit_options, point_options
 from offramp.serve.request.constraint import Constraint
 from offramp.serve.request.exit_options import ExitOptions
 from offramp.serve.request.output import RequestOutput
@@ -61,6 +61,7 @@ def main(argv: list[str]) -> int:
 
     from offramp.serve.engine import Engine
     from offramp.serve.offline import generate
+    from offramp.serve.watch import unlike_calibration
 
     _announce(options.directory)
     engine = Engine.from_checkpoint(options.directory, config)
@@ -68,6 +69,10 @@ def main(argv: list[str]) -> int:
         engine.check_probe()
     checkpoint = engine.checkpoint
     exits = exit_options(_overrides(options), checkpoint.exits.layers, checkpoint.policy, checkpoint.points, _flag)
+    if exits in map(point_options, checkpoint.points.by_name.values()) and (
+        why := unlike_calibration(checkpoint.calibration, config)
+    ):
+        print(why, file=sys.stderr)
     prompts = [_encode(engine, prompt) for prompt in asked]
     with tqdm(desc="Generating", unit="token", total=None, delay=1, file=sys.stderr) as bar:
 
