@@ -109,6 +109,18 @@ def test_long_sources_are_left_out_or_cut_before_their_end_and_counted(directory
     assert f"cut {len(long)} of 11 sources to {SOURCE} tokens" in message
 
 
+def test_sources_beyond_a_limit_are_left_out_and_others_cut(directory: Path, tmp_path: Path) -> None:
+    everything = expected(11)
+    lengths = sorted(len(source) for source, _ in everything if len(source) > SOURCE)
+    limit = lengths[len(lengths) // 2]
+    kept = [((*s[: SOURCE - 1], EOS_ID) if len(s) > SOURCE else s, t) for s, t in everything if len(s) <= limit]
+    cutting = data(directory, tmp_path, truncate_sources=True, max_source_tokens=limit)
+    assert pairs(validation(cutting)) == sorted(kept)
+    assert cutting.skipped["validation"] == {"prompt_too_long": 11 - len(kept)}
+    assert 0 < len(kept) < 11
+    assert cutting.truncated["validation"] == sum(SOURCE < length <= limit for length in lengths) > 0
+
+
 def warnings_of(module: TextDataModule) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -147,6 +159,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a source without pairs": ({"validation": SourceConfig("generator", "helpers.rows:counted")}, "set 'prompt'"),
     "no length": ({"source_length": 0}, "data.source_length is 0; it must be at least 1"),
     "cutting without a length": ({"source_length": None, "truncate_sources": True}, "set it, too"),
+    "a limit without cutting": ({"max_source_tokens": 40}, "set that, and at least as many tokens as are read"),
+    "a limit below what is read": (
+        {"truncate_sources": True, "max_source_tokens": SOURCE - 1},
+        "data.max_source_tokens is 30, which says what is left out",
+    ),
 }
 
 

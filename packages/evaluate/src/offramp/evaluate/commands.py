@@ -24,3 +24,8 @@ study = Command(
     main="offramp.evaluate.cli.study:main",
     step=46,
 )
+reproduce = Command(
+    summary="Repeat a paper's experiment from nothing, and put its numbers beside ours",
+    main="offramp.evaluate.reproduce.calm:main",
+    step=49,
+)

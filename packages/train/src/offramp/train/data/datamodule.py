@@ -74,6 +74,8 @@ class TextDataModule(pl.LightningDataModule):
             reads, their `completion` what the decoder writes. None: the model is decoder-only.
         truncate_sources: cut sources that are longer than `source_length` at the end, instead of leaving out their
             rows; both are counted.
+        max_source_tokens: leave out rows whose sources are longer than this before they are cut; they are counted, too.
+            None: all sources are cut.
         batch_size: rows per data-parallel rank and optimizer step.
         pack: put several examples into a row, each attending to itself only; otherwise one, padded.
         shuffle: train in a new order every epoch.
@@ -102,6 +104,7 @@ class TextDataModule(pl.LightningDataModule):
         cache_directory: str | None = None,
         source_length: int | None = None,
         truncate_sources: bool = False,
+        max_source_tokens: int | None = None,
     ) -> None:
         super().__init__()
         numbers = (("sequence_length", sequence_length), ("batch_size", batch_size), ("source_length", source_length))
@@ -116,8 +119,15 @@ class TextDataModule(pl.LightningDataModule):
             raise OfframpError("data.validation_share cannot hold out rows of a stream; give a data.validation source")
         if truncate_sources and source_length is None:
             raise OfframpError("data.truncate_sources cuts sources to data.source_length; set it, too")
+        if max_source_tokens is not None and not (truncate_sources and max_source_tokens >= (source_length or 0)):
+            raise OfframpError(
+                f"data.max_source_tokens is {max_source_tokens}, which says what is left out of sources that "
+                f"data.truncate_sources cuts to data.source_length ({source_length}); set that, and at least as many "
+                "tokens as are read"
+            )
         self.tokenizer_path = tokenizer
         self.source_length, self.truncate_sources = source_length, truncate_sources
+        self.max_source_tokens = max_source_tokens
         self.sources: dict[Split, SourceConfig | None] = {"train": train, "validation": validation, "test": test}
         self.sequence_length, self.batch_size, self.pack = sequence_length, batch_size, pack
         self.shuffle, self.shuffle_buffer, self.validation_share = shuffle, shuffle_buffer, validation_share
@@ -236,7 +246,7 @@ class TextDataModule(pl.LightningDataModule):
                 f"data.source_length is set, but {self.tokenizer_path} holds no encoder-decoder model to say what the "
                 "decoder reads first; let data.tokenizer be the directory that the model starts from"
             )
-        return SourceRule(self.source_length, self.truncate_sources, start)
+        return SourceRule(self.source_length, self.truncate_sources, start, self.max_source_tokens)
 
     def _encoder(self, source: SourceConfig) -> RowEncoder:
         return RowEncoder(self.tokenizer, source, self.sequence_length, self._source_rule())

@@ -59,11 +59,13 @@ class SourceRule(NamedTuple):
         max_length: longest source, in tokens.
         truncate: cut longer ones at the end, before their end-of-sequence token; otherwise such rows give no example.
         start_token: what the decoder reads first.
+        max_given: longest source before it is cut; rows with longer ones give no example. None: there is no limit.
     """
 
     max_length: int
     truncate: bool
     start_token: int
+    max_given: int | None = None
 
 
 class RowEncoder:
@@ -157,7 +159,7 @@ class RowEncoder:
     def _source_and_target(self, source: str, target: str, rule: SourceRule) -> Encoded:
         given = self._tokenize(source, special=True)
         truncated = len(given) > rule.max_length
-        if truncated and not rule.truncate:
+        if (truncated and not rule.truncate) or (rule.max_given is not None and len(given) > rule.max_given):
             return "prompt_too_long"
         if truncated:
             last = given[-1:] if given[-1] == self.tokenizer.eos_token_id else []

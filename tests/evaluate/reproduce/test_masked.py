@@ -1,0 +1,52 @@
+"""Masked keys and values, against what they are equal to where everybody leaves at one layer, or nobody does."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.tiny_t5 import EOS_ID, hugging_face_t5, load_t5
+from offramp.common.exits.config import ExitConfig
+from offramp.common.exits.policy import ExitPolicy
+from offramp.common.generation import generate
+from offramp.common.importing import NewExits, import_model
+from offramp.common.t5.model import MultiExitT5
+from offramp.evaluate.reproduce.masked import generate_masked
+
+SOURCES = ([5, 9, 11, 1], [40, 3, 17, 22, 8, 1], [7, 7, 90, 1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> MultiExitT5:
+    folder = tmp_path_factory.mktemp("t5")
+    hugging_face_t5(folder / "hf", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    import_model(str(folder / "hf"), folder / "start", exits=NewExits(ExitConfig((1, 2, 3), "final")))
+    return load_t5(folder / "start").model.eval()
+
+
+def said(model: MultiExitT5, policy: ExitPolicy) -> list[list[int]]:
+    return [generate_masked(model, source, 12, policy, (EOS_ID,)).token_ids for source in SOURCES]
+
+
+def test_where_nobody_leaves_nothing_is_masked(model: MultiExitT5) -> None:
+    full = [generate(model, source, 12, kv_policy="full", eos_ids=(EOS_ID,)).token_ids for source in SOURCES]
+    assert said(model, ExitPolicy("margin", {2: 1.0})) == full
+
+
+def test_where_all_leave_at_one_layer_nobody_looks_above(model: MultiExitT5) -> None:
+    static = [
+        generate(model, source, 12, kv_policy="static", static_layer=2, eos_ids=(EOS_ID,)).token_ids
+        for source in SOURCES
+    ]
+    assert said(model, ExitPolicy("cosine", {2: -2.0})) == static
+
+
+def test_who_goes_on_does_not_see_who_left(model: MultiExitT5) -> None:
+    # The threshold falls over the answer: early tokens run deep, so later ones that leave have seen all of them.
+    policy = ExitPolicy("margin", {1: 0.3, 3: 0.2}, decay=4.0)
+    filled = [generate(model, source, 12, policy=policy, eos_ids=(EOS_ID,)) for source in SOURCES]
+    masked = [generate_masked(model, source, 12, policy, (EOS_ID,)) for source in SOURCES]
+    assert any(len(set(one.exit_layers)) > 1 for one in masked), "some leave and some do not"
+    assert [one.token_ids for one in masked] != [one.token_ids for one in filled]
+    for a, b in zip(masked, filled, strict=True):
+        left = next((i for i, layer in enumerate(b.exit_layers) if layer < 4), len(b.exit_layers))
+        assert a.token_ids[: left + 1] == b.token_ids[: left + 1], "until somebody has left, both are the full model"
