@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,21 @@ def test_agreement_and_likelihood_of_mixed_depths(directory: Path) -> None:
     assert mixed.nats == pytest.approx(-wanted)
     final = by_layer[4].readings[4].best
     assert by_layer[1].agrees == [a == b for a, b in zip(by_layer[1].readings[1].best, final, strict=True)]
+
+
+def test_a_text_is_read_once_for_all_thresholds_of_a_measure(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(checkpoint: Any, given: Any, predicted: Any, policy: ExitPolicy) -> Any:
+        calls.append(policy.measure)
+        return read(checkpoint, given, predicted, policy)
+
+    monkeypatch.setattr("offramp.evaluate.reading.read", counted)
+    cosine = ExitPolicy("cosine", {1: 0.3})
+    reader = Reader(load_any_checkpoint(directory), [[Part([0], [40, 41], 4)]], cosine)
+    for way in (4, 1, cosine, cosine.with_threshold(0.5, (1, 2)), POLICY):
+        reader.reads(way)
+    assert calls == ["cosine", "margin"]
 
 
 def test_choices_do_not_change_the_prompt(directory: Path) -> None:

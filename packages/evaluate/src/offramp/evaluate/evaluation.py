@@ -241,7 +241,9 @@ def _reader(task: Task, examples: Sequence[Example], path: Path, asked: Asked) -
             [choice_part(tokenizer, prompt, choice) for choice in example.choices]
             for example, prompt in zip(examples, prompts_of(path, examples, asked.chat), strict=True)
         ]
-    return Reader(checkpoint, texts), checkpoint.model.config.num_layers
+    # By the first setting's measure, so that texts are read once where all settings have one.
+    usual = asked.settings[0].exits.policy if asked.settings and path == asked.model else None
+    return Reader(checkpoint, texts, usual), checkpoint.model.config.num_layers
 
 
 def _read_by(

@@ -235,10 +235,14 @@ class Reader:
     Args:
         checkpoint: of the model.
         texts: the parts of each.
+        usual: whose measure and shortlist are asked where all tokens leave at one layer; None: the checkpoint's.
     """
 
-    def __init__(self, checkpoint: AnyCheckpoint, texts: Sequence[Sequence[Part]]) -> None:
+    def __init__(
+        self, checkpoint: AnyCheckpoint, texts: Sequence[Sequence[Part]], usual: ExitPolicy | None = None
+    ) -> None:
         self.checkpoint = checkpoint
+        self._usual = usual or checkpoint.policy or ExitPolicy("max_probability")
         self._texts = texts
         self._known: dict[Any, list[list[Readings]]] = {}
 
@@ -248,8 +252,7 @@ class Reader:
         Args:
             way: the layer at which all tokens leave, or what decides it.
         """
-        own = self.checkpoint.policy or ExitPolicy("max_probability")
-        policy = way if isinstance(way, ExitPolicy) else own
+        policy = way if isinstance(way, ExitPolicy) else self._usual
         rule = (policy.measure, policy.shortlist, policy.shortlist_only)
         if rule not in self._known:
             self._known[rule] = [
