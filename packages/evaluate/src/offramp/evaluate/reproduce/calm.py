@@ -7,7 +7,7 @@ the engine, with what the paper left out.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,7 @@ def stages(out: Path, task: Task, size: Size, device: str) -> list[Stage]:
 def _described(task: Task) -> Any:
     """A task as plain containers, with the hashes of its files."""
     plain = asdict(task)
+    del plain["budget"]  # it is in the size
     paths = [source.path for source in task.parts.values() if source.kind == "files"]
     names = [name for path in paths for name in ([path] if isinstance(path, str) else path or ())]
     return plain | {"hashes": [sha256(Path(name)) for name in names]}
@@ -107,8 +108,8 @@ def main(argv: list[str]) -> int:
     calm.add_argument("--device", default="cpu", help="what trains and serves: cpu, cuda or cuda:N")
     calm.add_argument("--stages", help="only these, by commas")
     arguments = parser.parse_args(argv)
-    size = SIZES[arguments.size]
-    task = find_task(arguments.data, size.name)
+    task = find_task(arguments.data, arguments.size)
+    size = replace(SIZES[arguments.size], **task.budget)
     selected = arguments.stages.split(",") if arguments.stages else ()
     out, device = arguments.out.resolve(), arguments.device
     every = stages(out, task, size, device)

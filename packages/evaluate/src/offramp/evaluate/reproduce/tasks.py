@@ -35,6 +35,7 @@ class Task:
         target_tokens: N, most tokens that are generated.
         pretrained: size -> Hugging Face model that training starts from. Others start from random weights, with a
             tokenizer of their own.
+        budget: what it takes otherwise than the sizes say, by the names of `Size`.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Task:
     target_tokens: int
     max_source_tokens: int | None = None
     pretrained: Mapping[str, str] = field(default_factory=dict)
+    budget: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Parts(NamedTuple):
@@ -127,6 +129,17 @@ def cnn_dailymail() -> Task:
         target_tokens=128,
         max_source_tokens=1023,
         pretrained={"small": "google/t5-v1_1-small", "base": "google/t5-v1_1-base"},
+        budget={
+            "steps": 20_000,
+            "rows": 64,
+            "learning_rate": 5.0e-4,
+            "validate_every": 1000,
+            "classifier_states": 200_000,
+            "classifier_steps": 2000,
+            "training_pairs": None,
+            "calibration_prompts": 500,
+            "test_prompts": 2000,
+        },
     )
 
 
@@ -138,7 +151,7 @@ def read_parts(task: Task, cache_directory: Path) -> Parts:
     """
     found: dict[Part, Sources] = {name: _read(source, cache_directory) for name, source in task.parts.items()}
     if "validation" not in found:
-        held = max(1, min(40, len(found["train"]) // 10))
+        held = max(1, len(found["train"]) // 100, min(40, len(found["train"]) // 10))
         found["validation"], found["train"] = _split(found["train"], held)
     if "calibration" not in found:
         found["calibration"], found["test"] = _split(found["test"], len(found["test"]) // 2)

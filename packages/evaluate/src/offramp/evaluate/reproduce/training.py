@@ -149,7 +149,7 @@ def train_model(start: Path, data: Path, folder: Path, task: Task, size: Size, d
         "steps": size.steps,
         "warmup_steps": max(1, size.steps // 20),
         "validate_every": size.validate_every,
-        "learning_rate": 5.0e-4 if pretrained else size.learning_rate,
+        "learning_rate": size.learning_rate,
         "accelerator": "gpu" if device.startswith("cuda") else "cpu",
         "precision": "bf16-mixed" if device.startswith("cuda") else "32-true",
     }
