@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ def test_a_shape_of_its_own_has_the_vocabulary_of_its_tokenizer(tmp_path: Path) 
 
 
 def test_recipes_have_all_their_values(tmp_path: Path) -> None:
-    values = dict.fromkeys(("model", "data", "out", "row_tokens", "rows", "states", "steps"), 1)
+    names = ("model", "data", "out", "row_tokens", "rows", "states", "steps")
+    values: dict[str, Any] = dict.fromkeys(names, 1)
     recipe = write_recipe("classifiers", tmp_path / "recipe.yaml", values)
     assert load_recipe([recipe])["trainer"]["max_steps"] == 1
     assert yaml.safe_load(recipe.read_text())["vars"]["states"] == 1
