@@ -167,6 +167,8 @@ def test_recomputed_keys_and_values_are_those_of_a_full_pass(
             full.step()
             (other,) = last
             waited.add(request.num_tokens - 1 - exact)
+            assert engine._executor is not None
+            assert full._executor is not None
             got = engine._executor._cache.data[:, slots_of(item, exact)]
             expected = full._executor._cache.data[:, slots_of(other, exact)]
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)

@@ -242,12 +242,27 @@ def test_a_missing_token_is_a_fault_of_the_caller() -> None:
         scheduler.update(scheduler.schedule(), {})
 
 
-def test_iterations_do_not_overlap() -> None:
+def test_what_is_in_flight_is_not_scheduled_again() -> None:
     scheduler, _ = make_scheduler()
-    scheduler.add(make_request())
-    first = step(scheduler)
-    scheduler.schedule()
-    with pytest.raises(AssertionError, match="before update"):
-        scheduler.schedule()
-    with pytest.raises(AssertionError, match="not the last one"):
-        scheduler.update(first, {})
+    scheduler.add(make_request("a"))
+    first = scheduler.schedule()
+    assert not scheduler.schedule().scheduled
+    scheduler.add(make_request("b"))
+    second = scheduler.schedule()
+    assert [item.request.request_id for item in second.scheduled] == ["b"]
+    scheduler.update(second, say(second))
+    scheduler.update(first, say(first))
+    assert len(scheduler.schedule().scheduled) == 2
+
+
+def test_what_is_answered_after_an_end_is_passed_over() -> None:
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request("a"))
+    first = scheduler.schedule()
+    scheduler.cancel("a")
+    scheduler.add(again := make_request("a"))
+    second = scheduler.schedule()
+    assert not scheduler.awaits(first.scheduled[0])
+    assert not scheduler.update(first, say(first))
+    assert not again.output_token_ids
+    assert scheduler.update(second, say(second)) == [again]

@@ -5,6 +5,7 @@ What a KV policy means is plain where nothing is cached:
 - `fill`: a token that left after layer e keeps its state above e, and upper layers make its keys and values from that
   state (`Layout.exit_depths`).
 - `recompute`: every token's keys and values are those of the full model; exits only decide which layer says a token.
+- `pipeline`: the same, and nothing ever has to wait for a pass through all layers.
 - `verify`: exits only propose tokens; the full model says them all.
 - `static`: one layer says every token, so nobody ever looks above it.
 - `full`: the last layer says every token.

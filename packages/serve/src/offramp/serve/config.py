@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from offramp.common.errors import OfframpError
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.serve.number_checks import check_number, check_whole
 
 SyncPolicy = Literal["all", "quantile", "regroup"]
@@ -34,6 +35,7 @@ DEFAULT_KV_CACHE_BYTES = 1 << 30
 _MAX_PARKED_ITERATIONS = 256
 """So long a row may wait for company at most: seconds even of short iterations, in which its client hears nothing."""
 
+_MAX_STAGES = 256
 _MAX_THREADS = 1024
 """Where the operating system cannot start as many as are asked for, OpenMP ends the process without a word."""
 
@@ -72,6 +74,9 @@ class EngineConfig:
             if there is one. There torch computes the layers, so `kernels` must be `auto` or `plain`; with `dtype` bf16
             and a `block_size` of 256 (or a multiple) attention is FlashAttention over the cache's blocks.
         cuda_graphs: whether decoding on CUDA replays captured graphs, which saves the host's time for each operation.
+        pipeline_stages: run the layers in so many stages, each of them in a process of its own (the first in this one),
+            with the KV policies `pipeline` and `full` alone; `num_threads` is then for each of them. None: no stages,
+            and all other KV policies.
     """
 
     block_size: int = 16
@@ -94,6 +99,7 @@ class EngineConfig:
     num_threads: int | None = None
     device: str = "cpu"
     cuda_graphs: bool = True
+    pipeline_stages: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_tokens_per_iteration", "max_waiting"):
@@ -104,6 +110,8 @@ class EngineConfig:
                 check_whole(name, getattr(self, name), low=1)
         if self.num_threads is not None:
             check_whole("num_threads", self.num_threads, low=1, high=_MAX_THREADS)
+        if self.pipeline_stages is not None:
+            self._check_stages()
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise OfframpError(
                 f"num_blocks {self.num_blocks} and kv_cache_bytes {self.kv_cache_bytes} both give the size of the KV "
@@ -144,6 +152,27 @@ class EngineConfig:
         for name in ("prefix_caching", "group_by_depth", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise OfframpError(f"{name} {getattr(self, name)!r} must be true or false.")
+
+    @property
+    def default_kv_policy(self) -> KVPolicy:
+        """The KV policy of requests that name none."""
+        return "fill" if self.pipeline_stages is None else "pipeline"
+
+    def _check_stages(self) -> None:
+        """Raise `OfframpError` if some setting has no meaning in stages."""
+        check_whole("pipeline_stages", self.pipeline_stages, low=1, high=_MAX_STAGES)
+        if self.device != "cpu":
+            raise OfframpError(
+                f"pipeline_stages {self.pipeline_stages} compute on the CPU; use device cpu, not {self.device!r}, or "
+                "leave the stages out."
+            )
+        for name in ("sync_policy", "split_rule", "deep_quorum", "group_by_depth"):
+            value = getattr(self, name)
+            if value != getattr(EngineConfig, name):
+                raise OfframpError(
+                    f"{name} {value!r} decides when rows leave a batch, and in pipeline_stages "
+                    f"{self.pipeline_stages} none does; leave one of them out."
+                )
 
     def _check_cuda(self) -> None:
         """Raise `OfframpError` if some setting needs the CPU."""

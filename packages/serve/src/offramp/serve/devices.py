@@ -7,6 +7,7 @@ only where it needs a measured number to decide: once at each exit, and once for
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from offramp.serve.config import EngineConfig
 
 CPU = torch.device("cpu")
+
+
+def num_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_device(config: EngineConfig) -> torch.device:

@@ -6,14 +6,16 @@
         for output in engine.step(): ...
 
 One iteration is: the scheduler chooses rows, the executor runs them and gives logits, the sampler makes tokens of them,
-the scheduler takes these in, and the text of each request grows.
+the scheduler takes these in, and the text of each request grows. With `EngineConfig.pipeline_stages` an iteration runs
+through stages (`offramp.serve.pipeline`), a step begins one of them, and takes in what has come back of any.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -23,21 +25,26 @@ from offramp.common.checkpoint import DTYPES, AnyCheckpoint, load_any_checkpoint
 from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.exits.policy import ExitPolicy
-from offramp.common.families import AnyConfig
+from offramp.common.families import AnyConfig, AnyModel
 from offramp.common.t5.config import T5Config
 from offramp.common.tokenizer import load_tokenizer
 from offramp.serve.config import EngineConfig
-from offramp.serve.devices import choose_device
+from offramp.serve.devices import choose_device, num_cpus
 from offramp.serve.execution.executor import Executor
 from offramp.serve.execution.exit_test import ExitRules, RequestExits
 from offramp.serve.execution.kv_policy import check_exits, exit_policy
 from offramp.serve.kv_cache.block_pool import BlockPool
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.measures.iteration_clock import IterationClock
-from offramp.serve.measures.records import EngineMetrics, Gauges
+from offramp.serve.measures.records import EngineMetrics, Gauges, Trace
 from offramp.serve.model.graphs import captures
 from offramp.serve.model.linear import ChosenKernels
-from offramp.serve.model.packed import PackedModel
+from offramp.serve.model.packed import PackedModel, count_cache_layers
+from offramp.serve.passes import Passes
+from offramp.serve.pipeline.make_stage import StageSettings, make_stage
+from offramp.serve.pipeline.pipeline import LaterStages, Pipeline
+from offramp.serve.pipeline.processes import StageProcesses
+from offramp.serve.pipeline.stages import load_stage
 from offramp.serve.probe import PositionReading, probe
 from offramp.serve.recorder import Recorder
 from offramp.serve.request.iteration_result import IterationResult
@@ -94,6 +101,25 @@ def max_model_len(config: EngineConfig, model: AnyConfig) -> int:
     return config.max_model_len or limit
 
 
+def cache_blocks(config: EngineConfig, model: AnyModel) -> int:
+    """Number of blocks in the KV cache of a model, whose weights may be absent.
+
+    Raises:
+        OfframpError: the settings do not fit the model, or not one block fits into them.
+    """
+    shape = model.config
+    size = KVStorage.block_bytes(
+        count_cache_layers(model), config.block_size, shape.num_kv_heads, shape.head_dim, DTYPES[config.dtype]
+    )
+    num_blocks = config.cache_blocks(size)
+    if config.num_blocks is not None or config.kv_cache_bytes is not None:
+        return num_blocks
+    # Nobody asked for so much, and all seats at full length need no more.
+    longest = max_model_len(config, shape)
+    lengths = (longest, max_source_len(config, longest) if isinstance(shape, T5Config) else 0)
+    return min(num_blocks, config.max_num_seqs * sum(-(-length // config.block_size) for length in lengths))
+
+
 class Engine:
     """A model with its cache and its queue. Not thread-safe: one owner calls it.
 
@@ -115,6 +141,7 @@ class Engine:
         release_weights: bool = False,
         poison_cache: bool = False,
         shortlist_head: bool = False,
+        later_stages: LaterStages | None = None,
     ) -> None:
         """Pack the weights and allocate the cache.
 
@@ -128,6 +155,7 @@ class Engine:
                 request instead of going unseen. For tests.
             shortlist_head: the final exit predicts from the shortlist of the checkpoint's exit policy only: full depth
                 at the price of a small head. For benchmarks.
+            later_stages: what runs the layers that this engine does not, where `pipeline_stages` is above 1.
 
         Raises:
             OfframpError: the settings do not fit the model or each other.
@@ -146,37 +174,46 @@ class Engine:
         shortlist = None if checkpoint.policy is None else checkpoint.policy.shortlist
         if shortlist_head and shortlist is None:
             raise OfframpError("the checkpoint's exit policy has no shortlist to make a head of; calibrate with one.")
-        capture = captures(device) if config.cuda_graphs else None
-        with torch.no_grad():
-            packed = PackedModel(
-                checkpoint.model,
-                dtype,
-                config.kernels,
-                quantization=config.quantization,
-                release=release_weights,
-                final_shortlist=shortlist if shortlist_head else None,
-                device=device,
-                capture=capture,
-            )
-        num_blocks = self._num_blocks(packed, dtype)
-        self.cache_tokens = num_blocks * config.block_size
-        cache = KVStorage(
-            packed.num_cache_layers,
-            num_blocks,
-            config.block_size,
-            model.num_kv_heads,
-            model.head_dim,
-            dtype,
-            poison_cache,
-            device,
-            with_scratch=capture is not None,
-        )
+        if shortlist_head and config.pipeline_stages is not None:
+            raise OfframpError("a final exit with a shortlist is made without pipeline_stages; leave one of them out.")
         self._clock = IterationClock()
-        self._executor = Executor(packed, cache, self.max_model_len, config, self._clock)
-        self._model = packed
-        self._rules = ExitRules(packed)
-        self._pool = BlockPool(num_blocks)
+        self._pool = BlockPool(num_blocks := cache_blocks(config, checkpoint.model))
+        self.cache_tokens = num_blocks * config.block_size
         self._scheduler = Scheduler(config, self._pool, self.max_model_len, model.num_layers)
+        self._executor: Executor | None = None
+        self._pipeline: Pipeline | None = None
+        if config.pipeline_stages is None:
+            capture = captures(device) if config.cuda_graphs else None
+            with torch.no_grad():
+                self._model = PackedModel(
+                    checkpoint.model,
+                    dtype,
+                    config.kernels,
+                    quantization=config.quantization,
+                    release=release_weights,
+                    final_shortlist=shortlist if shortlist_head else None,
+                    device=device,
+                    capture=capture,
+                )
+            cache = KVStorage(
+                self._model.num_cache_layers,
+                num_blocks,
+                config.block_size,
+                model.num_kv_heads,
+                model.head_dim,
+                dtype,
+                poison_cache,
+                device,
+                with_scratch=capture is not None,
+            )
+            self._executor = Executor(self._model, cache, self.max_model_len, config, self._clock)
+            self._rules = ExitRules(self._model)
+        else:
+            settings = StageSettings(config, 0, num_blocks, self.max_model_len)
+            stage = make_stage(checkpoint.model, settings, release_weights, poison_cache, self._clock)
+            self._model, self._rules = stage.model, stage.rules
+            self._pipeline = Pipeline(stage, config.pipeline_stages, later_stages)
+            self._passes = Passes(self._pipeline, self._scheduler, self._read, model.num_layers, self._clock)
         self._constraints = Constraints(tokenizer, model.vocab_size)
         self._live: dict[str, _Live] = {}
         self._recorder = Recorder()
@@ -203,8 +240,35 @@ class Engine:
         """
         config = config or EngineConfig()
         tokenizer = load_tokenizer(path)
+        if config.pipeline_stages is not None and config.pipeline_stages > 1:
+            return cls._in_stages(path, config, tokenizer, exits)
         checkpoint = load_any_checkpoint(path, dtype=DTYPES[config.dtype], exits=exits)
         return cls(checkpoint, config, tokenizer, release_weights=True, shortlist_head=shortlist_head)
+
+    @classmethod
+    def _in_stages(
+        cls,
+        path: str | os.PathLike[str],
+        config: EngineConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        exits: ExitConfig | None,
+    ) -> Engine:
+        """The first stage, and the others in processes of their own, which load their parts at the same time."""
+        num_stages = config.pipeline_stages
+        assert num_stages is not None
+        if config.num_threads is None:
+            config = dataclasses.replace(config, num_threads=max(1, num_cpus() // num_stages))
+        checkpoint = load_stage(path, 0, num_stages, DTYPES[config.dtype], exits=exits)
+        model = checkpoint.model
+        settings = StageSettings(config, 0, cache_blocks(config, model), max_model_len(config, model.config))
+        later = StageProcesses(path, settings, exits)
+        try:
+            engine = cls(checkpoint, config, tokenizer, release_weights=True, later_stages=later)
+            later.wait_until_ready()
+        except BaseException:
+            later.close()
+            raise
+        return engine
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -220,7 +284,8 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether another step has anything to do."""
-        return self._scheduler.has_unfinished
+        # What a lost stage leaves to do is to say so.
+        return self._scheduler.has_unfinished or (self._pipeline is not None and self._pipeline.is_lost)
 
     @property
     def num_waiting(self) -> int:
@@ -240,12 +305,12 @@ class Engine:
     @property
     def num_kept_tokens(self) -> int:
         """Tokens that left early and whose states wait for a deeper pass; 0 when no request is unfinished."""
-        return self._executor.num_kept
+        return 0 if self._executor is None else self._executor.num_kept
 
     @property
     def num_parked_rows(self) -> int:
         """Rows that wait at an exit for company (`EngineConfig.deep_quorum`); 0 when no request is unfinished."""
-        return self._executor.num_parked
+        return 0 if self._executor is None else self._executor.num_parked
 
     @property
     def kernels(self) -> ChosenKernels:
@@ -325,7 +390,8 @@ class Engine:
             Whether it was still unfinished.
         """
         self._live.pop(request_id, None)
-        self._executor.forget(request_id)
+        if self._executor is not None:
+            self._executor.forget(request_id)
         self._recorder.forget(request_id)
         return self._scheduler.cancel(request_id) is not None
 
@@ -333,6 +399,8 @@ class Engine:
         """Raise `OfframpError` where the model cannot be probed."""
         if self.max_source_len is not None:
             raise OfframpError("a probe reads a text with every exit of a decoder-only model; this one has an encoder.")
+        if self._pipeline is not None:
+            raise OfframpError("a probe reads a text with all layers in one process; leave pipeline_stages out.")
 
     def probe(self, token_ids: Sequence[int], top: int = 5, policy: ExitPolicy | None = None) -> list[PositionReading]:
         """What every exit says of a text, position by position; no request notices. See `offramp.serve.probe`.
@@ -358,19 +426,36 @@ class Engine:
         """Run one iteration.
 
         An error while running the model ends the requests of that iteration as failed, with the cause, and no others.
+        In stages it ends the engine.
 
         Returns:
             One output for each request that got a token or failed.
+
+        Raises:
+            OfframpError: a stage of the pipeline has ended; the engine cannot go on.
         """
-        clock = self._clock
-        clock.start()
-        output = self._scheduler.schedule()
-        self._recorder.scheduled(output)
-        clock.lap("scheduling")
-        starts = {item.request.request_id: len(item.request.output_token_ids) for item in output.scheduled}
+        self._clock.start()
+        if self._executor is None:
+            advanced, trace = self._advance_stages()
+        else:
+            advanced, trace = self._advance(self._executor)
+        self._recorder.advanced(request for request, _ in advanced)
+        self._clock.lap("scheduling")
+        reports = [
+            self._report(request, first)
+            for request, first in advanced
+            if len(request.output_token_ids) > first or request.status.is_finished
+        ]
+        self._recorder.finished(self._clock.stop(), trace, self._gauges())
+        return reports
+
+    def _advance(self, executor: Executor) -> tuple[list[tuple[Request, int]], Trace]:
+        """Run one iteration; its requests with the tokens that they had before, and what was run."""
+        output = self._schedule()
+        before = [(item.request, len(item.request.output_token_ids)) for item in output.scheduled]
         try:
-            self._executor.prepare(output)
-            results = self._run(output) if output.scheduled else {}
+            executor.prepare(output)
+            results = self._run(executor, output) if output.scheduled else {}
         except Exception as fault:
             log.exception("iteration %d failed", output.iteration)
             cause = f"the engine failed in iteration {output.iteration}: {type(fault).__name__}: {fault}"
@@ -378,25 +463,38 @@ class Engine:
             for item in output.scheduled:
                 self._scheduler.fail(item.request.request_id, cause)
         self._scheduler.update(output, results, self._read)
-        self._recorder.advanced()
-        clock.lap("scheduling")
-        reports: list[RequestOutput] = []
-        for item in output.scheduled:
-            request = item.request
-            first = starts[request.request_id]
-            if len(request.output_token_ids) > first or request.status.is_finished:
-                reports.append(self._report(request, first))
-        self._recorder.finished(clock.stop(), self._executor.trace, self._gauges())
-        return reports
+        return before, executor.trace
 
-    def _run(self, output: SchedulerOutput) -> dict[str, IterationResult]:
+    def _advance_stages(self) -> tuple[list[tuple[Request, int]], Trace]:
+        """Begin one iteration and take in what is known of any; requests with the tokens that they had before."""
+        assert self._pipeline is not None
+        before: dict[str, tuple[Request, int]] = {}
+
+        def note(advanced: Iterable[tuple[Request, int]]) -> None:
+            for request, first in advanced:
+                before.setdefault(request.request_id, (request, first))
+
+        while not self._pipeline.has_room:
+            note(self._passes.take_in(wait=True))
+        output = self._schedule()
+        live = [self._live[item.request.request_id] for item in output.scheduled]
+        note(self._passes.advance(output, [one.exits for one in live], [one.decoding for one in live]))
+        return list(before.values()), self._pipeline.first.trace
+
+    def _schedule(self) -> SchedulerOutput:
+        output = self._scheduler.schedule()
+        self._recorder.scheduled(output)
+        self._clock.lap("scheduling")
+        return output
+
+    def _run(self, executor: Executor, output: SchedulerOutput) -> dict[str, IterationResult]:
         """Run the model and choose tokens; requests for which that fails end as failed."""
         items = output.scheduled
         live = [self._live[item.request.request_id] for item in items]
         states = [entry.decoding for entry in live]
         results = IterationResults(states, self.checkpoint.model.config.num_layers, self._scheduler.fail)
         asks_prompts = any(item.request.sampling.prompt_logprobs is not None for item in items)
-        departures = self._executor.run(
+        departures = executor.run(
             items,
             [entry.exits for entry in live],
             [state.logits_use for state in states],
@@ -440,7 +538,8 @@ class Engine:
         if request.status.is_finished:
             metrics = self._recorder.left(request)
             del self._live[request.request_id]
-            self._executor.forget(request.request_id)
+            if self._executor is not None:
+                self._executor.forget(request.request_id)
             if live.text is not None and request.status is not RequestStatus.FAILED:
                 live.piece += live.text.flush()
         text, live.piece = live.piece, ""
@@ -466,15 +565,3 @@ class Engine:
         """Exits of a request."""
         policy = exit_policy(request.exits, self.checkpoint.policy)
         return None if policy is None else self._rules.compile(policy)
-
-    def _num_blocks(self, model: PackedModel, dtype: torch.dtype) -> int:
-        config, shape = self.config, model.config
-        size = KVStorage.block_bytes(
-            model.num_cache_layers, config.block_size, shape.num_kv_heads, shape.head_dim, dtype
-        )
-        num_blocks = config.cache_blocks(size)
-        if config.num_blocks is not None or config.kv_cache_bytes is not None:
-            return num_blocks
-        # Nobody asked for so much, and all seats at full length need no more.
-        lengths = (self.max_model_len, self.max_source_len or 0)
-        return min(num_blocks, config.max_num_seqs * sum(-(-length // config.block_size) for length in lengths))

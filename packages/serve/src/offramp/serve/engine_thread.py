@@ -23,6 +23,9 @@ from offramp.serve.request.output import RequestOutput
 from offramp.serve.request.request import Request
 from offramp.serve.scheduling.scheduler import QueueFullError
 
+_IDLE_S = 1.0
+"""Seconds between two looks at an idle engine, which has work without being asked where a process of it was lost."""
+
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
@@ -350,7 +353,7 @@ class EngineThread:
         """
         with self._condition:
             while not self._has_work():
-                self._condition.wait()
+                self._condition.wait(_IDLE_S)
             if self._closing:
                 return None
             refused, self._refused = self._refused, []

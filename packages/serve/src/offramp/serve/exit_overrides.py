@@ -72,6 +72,7 @@ def exit_options(
     policy: ExitPolicy | None,
     points: OperatingPoints | None = None,
     spell: Callable[[str], str] = str,
+    default_kv_policy: KVPolicy = ExitOptions.kv_policy,
 ) -> ExitOptions:
     """How deep a request's tokens run.
 
@@ -81,6 +82,7 @@ def exit_options(
         policy: the checkpoint's own exit policy.
         points: the checkpoint's operating points; None: it has none.
         spell: a field of `ExitOverrides` as the one who asks spells it, for messages.
+        default_kv_policy: the engine's, for whoever asks for none.
 
     Raises:
         ExitOverrideError: the overrides contradict each other or the model.
@@ -95,7 +97,7 @@ def exit_options(
         return _full_depth(overrides, spell)
     if overrides.exit_layer is not None or overrides.kv_policy == "static":
         return _static(overrides, layers, spell)
-    kv_policy = overrides.kv_policy or ExitOptions.kv_policy
+    kv_policy = overrides.kv_policy or default_kv_policy
     if overrides.max_pending is not None and kv_policy not in ("recompute", "verify"):
         raise ExitOverrideError(
             f"{spell('max_pending')} has a meaning under the KV policies recompute and verify, not under {kv_policy}; "

@@ -103,7 +103,7 @@ def generate(
         for (prompt, source), params, options in zip(
             (prompt_and_source(encode(engine, prompt), start) for prompt in prompts),
             _one_each(sampling, len(prompts)),
-            _one_each(exits or ExitOptions(), len(prompts)),
+            _one_each(exits or ExitOptions(engine.config.default_kv_policy), len(prompts)),
             strict=True,
         )
         for sequence in range(n)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from offramp.serve.measures.iteration_clock import Part
 from offramp.serve.measures.records import EngineMetrics, Gauges, IterationRecord, RequestMetrics, Trace
@@ -67,12 +67,10 @@ class Recorder:
                 self._preempted.discard(request_id)
                 self._hit_tokens += item.start
 
-    def advanced(self) -> None:
-        """The requests of the iteration have their new tokens."""
-        assert self._output is not None
+    def advanced(self, requests: Iterable[Request]) -> None:
+        """Some requests have new tokens, or may have."""
         now = time.perf_counter()
-        for item in self._output.scheduled:
-            request = item.request
+        for request in requests:
             times = self._requests.get(request.request_id)
             if times is None:
                 continue

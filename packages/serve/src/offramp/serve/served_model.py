@@ -76,6 +76,7 @@ class ServedModel:
             decoder_start_token_id=engine.decoder_start_token_id,
             block_size=engine.config.block_size,
             archive_sha256=archive_sha256,
+            default_kv_policy=engine.config.default_kv_policy,
         )
         if engine.checkpoint.points.by_name and (why := unlike_calibration(engine.checkpoint.calibration, config)):
             log.warning("%s", why)

@@ -91,6 +91,12 @@ def add_engine_options(parser: argparse.ArgumentParser, *, queue: bool = True) -
         help="tokens per block of the cache (default: 16; FlashAttention on CUDA takes multiples of 256)",
     )
     group.add_argument("--num-threads", type=int, metavar="N", help="CPU threads of the engine")
+    group.add_argument(
+        "--pipeline-stages",
+        type=int,
+        metavar="N",
+        help="run the layers in N stages, each in a process of its own; tokens leave by the KV policy pipeline",
+    )
     if queue:
         group.add_argument("--max-waiting", type=int, metavar="N", help="most requests that wait; more get 429")
 

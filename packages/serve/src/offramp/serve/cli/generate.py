@@ -68,7 +68,14 @@ def main(argv: list[str]) -> int:
     if options.probe:
         engine.check_probe()
     checkpoint = engine.checkpoint
-    exits = exit_options(_overrides(options), checkpoint.exits.layers, checkpoint.policy, checkpoint.points, _flag)
+    exits = exit_options(
+        _overrides(options),
+        checkpoint.exits.layers,
+        checkpoint.policy,
+        checkpoint.points,
+        _flag,
+        config.default_kv_policy,
+    )
     if exits in map(point_options, checkpoint.points.by_name.values()) and (
         why := unlike_calibration(checkpoint.calibration, config)
     ):
@@ -247,7 +254,8 @@ def _add_depth(group: argparse._ArgumentGroup) -> None:
         "--kv-policy",
         choices=get_args(KVPolicy),
         help="keys and values of skipped layers: full skips none; fill guesses them; recompute makes them later; "
-        "verify lets the full model judge every token; static leaves at --exit-layer and needs none (default: fill)",
+        "verify lets the full model judge every token; static leaves at --exit-layer and needs none; pipeline lets "
+        "later stages make them meanwhile (default: fill, with --pipeline-stages pipeline)",
     )
     group.add_argument(
         "--max-pending", type=int, metavar="N", help="recompute and verify: tokens that wait at most (default: 8)"

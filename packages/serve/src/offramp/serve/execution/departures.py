@@ -6,7 +6,7 @@ share it must not read it once each.
 What a row predicts at an exit with a shortlist is known only then. A row whose best token turns out not to be on its
 shortlist should have stayed: it is vetoed.
 
-Legend: N rows, V vocabulary, L layers.
+Legend: I requests of the iteration, N rows, V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offramp.serve.execution.iteration import Iteration
+from offramp.serve.execution.exit_test import IterationExits
 from offramp.serve.execution.sweep import BestTokens, LeftRows, Mask, PickedRows
 from offramp.serve.model.packed import PackedModel
 from offramp.serve.model.unembedding import Unembedding
@@ -87,13 +89,32 @@ class _Part:
         return self.best is not self.whole or (self.rows.logits is None and self.use is LogitsUse.BEST)
 
 
-def unembed(model: PackedModel, iteration: Iteration, left: Iterable[LeftRows]) -> Departures:
+@dataclass(frozen=True)
+class LogitsUses:
+    """What the newest rows of an iteration's requests ask of logits (`LogitsUse`).
+
+    Attributes:
+        final: [I] at the final exit.
+        early: [I] at any other.
+    """
+
+    final: npt.NDArray[np.int64]
+    early: npt.NDArray[np.int64]
+
+
+def unembed(model: PackedModel, exits: IterationExits, uses: LogitsUses, left: Iterable[LeftRows]) -> Departures:
     """Give every row its best token or its logits, and find those that should have stayed.
 
     A row goes one way or the other by its own needs, never by its neighbours', and what is to be reported of a token
     does not change it.
+
+    Args:
+        model: whose exits the rows have left at.
+        exits: how sure they were there.
+        uses: what they ask.
+        left: the rows.
     """
-    parts = [part for rows in left for part in _parts(model, iteration, rows)]
+    parts = [part for rows in left for part in _parts(model, exits, uses, rows)]
     heads, logits = (defaultdict[Unembedding, list[_Part]](list) for _ in range(2))
     for part in parts:
         if part.lacks_best:
@@ -110,16 +131,15 @@ def unembed(model: PackedModel, iteration: Iteration, left: Iterable[LeftRows]) 
             part.rows.logits = PickedRows(values[places])
     departures = Departures()
     for part in parts:
-        _settle(departures, iteration, part.rows, is_final=part.rows.exit_layer == model.config.num_layers)
+        _settle(departures, exits, part.rows, is_final=part.rows.exit_layer == model.config.num_layers)
     return departures
 
 
-def _parts(model: PackedModel, iteration: Iteration, left: LeftRows) -> Iterator[_Part]:
+def _parts(model: PackedModel, exits: IterationExits, uses: LogitsUses, left: LeftRows) -> Iterator[_Part]:
     """Rows of one exit by what they need."""
-    layer, gate = left.exit_layer, iteration.exits
-    requests = iteration.requests
-    uses = requests.uses if layer == model.config.num_layers else requests.early_uses
-    kinds = uses[left.items] + len(LogitsUse) * requests.open_exits.group_numbers[left.items]
+    layer = left.exit_layer
+    asked = uses.final if layer == model.config.num_layers else uses.early
+    kinds = asked[left.items] + len(LogitsUse) * exits.open_exits.group_numbers[left.items]
     distinct = set(kinds.tolist())
     for kind in distinct:
         rows = left if len(distinct) == 1 else left.select(kinds == kind)
@@ -127,7 +147,7 @@ def _parts(model: PackedModel, iteration: Iteration, left: LeftRows) -> Iterator
         number, use = divmod(kind, len(LogitsUse))
         if use == LogitsUse.CHOICE:
             rows.best = None
-        yield _Part(rows, LogitsUse(use), model.exits[layer].unembed, gate.unembedding(number, layer))
+        yield _Part(rows, LogitsUse(use), model.exits[layer].unembed, exits.unembedding(number, layer))
 
 
 def _states(group: Sequence[_Part]) -> Tensor:
@@ -145,9 +165,9 @@ def _places(group: Sequence[_Part]) -> Iterator[slice]:
         start = stop
 
 
-def _settle(departures: Departures, iteration: Iteration, rows: LeftRows, *, is_final: bool) -> None:
+def _settle(departures: Departures, exits: IterationExits, rows: LeftRows, *, is_final: bool) -> None:
     """Sort rows, at the final exit or at another, of which `best`, `logits` or both are known."""
-    stays = None if is_final else _vetoed(iteration, rows)
+    stays = None if is_final else _vetoed(exits, rows)
     if stays is not None:
         departures.vetoed.extend(filter(None, [rows.select(stays)]))
     rest = rows if stays is None else rows.select(~stays)
@@ -155,18 +175,18 @@ def _settle(departures: Departures, iteration: Iteration, rows: LeftRows, *, is_
         items, logits = rest.items.tolist(), None if rest.logits is None else rest.logits.gather()
         confidence: list[float | None] = [None] * len(items)
         if not is_final:
-            measured = iteration.exits.confidence[rest.items].tolist()
+            measured = exits.confidence[rest.items].tolist()
             confidence = [value if value == value else None for value in measured]
         departures.final.append(Departure(items, rest.exit_layer, confidence, rest.best, logits))
 
 
-def _vetoed(iteration: Iteration, rows: LeftRows) -> Mask | None:
+def _vetoed(exits: IterationExits, rows: LeftRows) -> Mask | None:
     """[N] rows of an early exit whose best token is outside their shortlist; None if there are none."""
-    if not iteration.requests.open_exits.any_veto:
+    if not exits.open_exits.any_veto:
         return None
     if rows.best is not None:
         token_ids = rows.best.token_ids
     else:
         token_ids = cast(PickedRows, rows.logits).gather().argmax(dim=-1).numpy(force=True)
-    stays = iteration.exits.off_shortlist(rows.items, token_ids)
+    stays = exits.off_shortlist(rows.items, token_ids)
     return stays if stays.any() else None

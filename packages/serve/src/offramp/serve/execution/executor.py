@@ -21,7 +21,7 @@ Legend: I requests of the iteration, N rows, D model, V vocabulary, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -34,9 +34,10 @@ from offramp.serve.execution.exit_test import RequestExits, Scored
 from offramp.serve.execution.iteration import Iteration, Planner
 from offramp.serve.execution.kept_tokens import KeptGroup, KeptTokens
 from offramp.serve.execution.kv_policy import bound_layers, carries_on, leave_rules
+from offramp.serve.execution.leaving import exit_state, note_left, note_untested
 from offramp.serve.execution.parked import ParkedRows, Parking
 from offramp.serve.execution.stored_states import StoredStates
-from offramp.serve.execution.sweep import Arrivals, LeftRows, Mask, PickedRows, Places, Sweep
+from offramp.serve.execution.sweep import Arrivals, LeftRows, Mask, Places, Sweep
 from offramp.serve.execution.sync_policy import PassTimes, leave_alone, sync_rule
 from offramp.serve.kv_cache.storage import KVStorage
 from offramp.serve.measures.iteration_clock import IterationClock
@@ -142,7 +143,7 @@ class Executor:
         while True:
             self._climb(iteration, sweep, on_prompt_logits)
             self._clock.lap("other")
-            found = unembed(self._model, iteration, sweep.left)
+            found = unembed(self._model, iteration.exits, iteration.requests.uses, sweep.left)
             self._clock.lap("head")
             departures += found.final
             if not found.vetoed:
@@ -225,7 +226,7 @@ class Executor:
         seconds = self._clock.lap("exit_test")
         if not leaving.any():
             return
-        self._part(sweep, layer, leaving, scored)
+        note_left(self._model, self._cache, sweep, layer, leaving, scored)
         seconds += self._clock.lap("other")
         seconds += self._settle(iteration, sweep, layer, np.flatnonzero(leaving))
         staying = np.flatnonzero(~leaving)
@@ -256,31 +257,6 @@ class Executor:
         scored = gate.test(layer, sweep, asked[is_tested], self._cache) if is_tested.any() else []
         leaves = self._sync_rule(gate.sure[items], layer, len(sweep)) & gate.may_leave(layer)[items]
         return leaves, asked, scored
-
-    def _exit_state(self, sweep: Sweep, layer: int, places: Places) -> Tensor:
-        """State [n, D] that an exit's unembedding reads, for the rows at `places` [n]."""
-        rows = sweep.rows if self._model.exits[layer].block is None else sweep.select_rows(places)
-        return self._model.exit_state(layer, sweep.select(sweep.x, places), rows, self._cache)
-
-    def _part(self, sweep: Sweep, layer: int, leaving: Mask, scored: Iterable[Scored]) -> None:
-        """Note which tokens the leaving rows predict, with what the test has computed already."""
-        predicting = leaving & sweep.predicts
-        for part in scored:
-            rows = part.left(layer, sweep.items)
-            if rows is None:
-                continue
-            goes = leaving[part.places]
-            mine = rows.select(goes)
-            if mine is not None:
-                predicting[part.places[goes]] = False
-                sweep.left.append(mine)
-        if predicting.any():
-            self._leave_untested(sweep, layer, np.flatnonzero(predicting))
-
-    def _leave_untested(self, sweep: Sweep, layer: int, places: Places) -> None:
-        """Note rows that predict a token of which nothing is known yet."""
-        state = self._exit_state(sweep, layer, places)
-        sweep.left.append(LeftRows(sweep.items[places], layer, PickedRows(state)))
 
     def _settle(self, iteration: Iteration, sweep: Sweep, layer: int, gone: Places) -> float:
         """Let the KV policies of rows that leave do what they do; the seconds they took."""
@@ -387,7 +363,7 @@ class Executor:
         layer = self._num_layers
         places = np.flatnonzero(sweep.predicts | iteration.requests.is_judged[sweep.items])
         if len(places):
-            self._leave_untested(sweep, layer, places)
+            note_untested(self._model, self._cache, sweep, layer, places)
         if on_prompt_logits is None:
             return
         for index, item in enumerate(iteration.scheduled):
@@ -402,7 +378,7 @@ class Executor:
             unembed = self._model.exits[layer].unembed
             for start in range(item.start, stop, PROMPT_SLICE):
                 places = mine[start - item.start : min(start + PROMPT_SLICE, stop) - item.start]
-                logits = unembed.logits(self._exit_state(sweep, layer, places))
+                logits = unembed.logits(exit_state(self._model, self._cache, sweep, layer, places))
                 on_prompt_logits(index, start, logits)
 
     def _resume(self, iteration: Iteration, sweep: Sweep, vetoed: Sequence[LeftRows]) -> Sweep:

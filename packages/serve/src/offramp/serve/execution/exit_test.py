@@ -27,7 +27,7 @@ from offramp.serve.model.unembedding import Unembedding
 from offramp.serve.request.logits_use import LogitsUse
 from offramp.serve.request.request import Request
 
-_NEVER = 1.0
+NEVER = 1.0
 """A threshold that no confidence exceeds: confidences are at most 1."""
 
 _MAX_RULES = 8
@@ -39,8 +39,8 @@ class ExitRule:
 
     Attributes:
         measure: confidence measure.
-        heads: exit layer -> what the measure looks at: that exit's unembedding, the very `PackedExit.unembed`, or its
-            shortlist. Not used by measures of states.
+        heads: exit layer that is here -> what the measure looks at: that exit's unembedding, the very
+            `PackedExit.unembed`, or its shortlist. Not used by measures of states.
         on_shortlist: [vocabulary] bool: a row that is sure stays inside if its best token of all is not on the
             shortlist. None: it never has to.
         shortlist_only: whether the best token of the shortlist is the exit's; see `ExitPolicy`.
@@ -90,27 +90,30 @@ class ExitRules:
             OfframpError: a threshold names a layer without an exit, the shortlist a token that does not exist, or the
                 measure asks classifiers that are not there.
         """
-        layers = [layer for layer in self._model.exits if layer != self._model.config.num_layers]
+        layers = self._model.early_exits
         policy.check(layers, self._model.config.vocab_size)
         policy.check_measure(has_classifiers=self._model.has_exit_classifiers)
-        if all(value >= _NEVER or layer < policy.min_layer for layer, value in policy.thresholds.items()):
+        if all(value >= NEVER or layer < policy.min_layer for layer, value in policy.thresholds.items()):
             return None
+        constant = policy.decay is None
+        levels = tuple(policy.threshold(layer, 0, 1) for layer in layers) if constant else None
+        return RequestExits(policy, self.rule(policy), levels)
+
+    def rule(self, policy: ExitPolicy) -> ExitRule:
+        """Measure and shortlist of a policy, whatever its thresholds are."""
         key = (policy.measure, policy.shortlist, policy.shortlist_only)
         rule = self._rules.get(key)
         if rule is None:
             rule = self._rules[key] = ExitRule(
                 policy.measure,
-                self._heads(policy, layers),
+                self._heads(policy),
                 self._on_shortlist(policy),
                 policy.shortlist_only,
             )
             if len(self._rules) > _MAX_RULES:
                 self._rules.popitem(last=False)
         self._rules.move_to_end(key)
-        constant = policy.decay is None
-        return RequestExits(
-            policy, rule, tuple(policy.threshold(layer, 0, 1) for layer in layers) if constant else None
-        )
+        return rule
 
     def _on_shortlist(self, policy: ExitPolicy) -> Mask | None:
         if policy.shortlist is None or policy.measure in STATE_MEASURES:
@@ -119,8 +122,9 @@ class ExitRules:
         on_shortlist[list(policy.shortlist)] = True
         return on_shortlist
 
-    def _heads(self, policy: ExitPolicy, layers: Sequence[int]) -> dict[int, Unembedding]:
+    def _heads(self, policy: ExitPolicy) -> dict[int, Unembedding]:
         exits = self._model.exits
+        layers = [layer for layer in self._model.early_exits if layer in exits]
         if policy.measure in STATE_MEASURES and not policy.shortlist_only:
             return {}
         if policy.shortlist is None:
@@ -174,6 +178,19 @@ class _Group(NamedTuple):
     takes_logits: bool
 
 
+def exit_levels(
+    exits: Sequence[RequestExits | None], requests: Sequence[Request], candidates: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """What the confidence of each request's newest row must exceed at each of `candidates`, [I, candidates] float64."""
+    never = (NEVER,) * len(candidates)
+    # A confidence is compared as the Python float that naive generation compares.
+    levels = [
+        never if allowed is None else allowed.thresholds(request, candidates)
+        for request, allowed in zip(requests, exits, strict=True)
+    ]
+    return np.array(levels, dtype=np.float64).reshape(len(requests), len(candidates))
+
+
 class OpenExits:
     """Exits that the newest rows of some requests may take, and how they are measured there.
 
@@ -189,19 +206,19 @@ class OpenExits:
     def __init__(
         self,
         candidates: Sequence[int],
-        requests: Sequence[Request],
-        exits: Sequence[RequestExits | None],
+        rules: Sequence[ExitRule | None],
+        levels: npt.NDArray[np.float64],
         uses: Sequence[LogitsUse],
     ) -> None:
-        """Collect thresholds.
+        """Sort thresholds.
 
         Args:
             candidates: early exits of the model, ascending.
-            requests: I.
-            exits: which exits the newest row of each may take; None takes none.
+            rules: for the newest row of each request, how it is measured; None is not tested.
+            levels: [I, candidates] what its confidence must exceed; see `exit_levels`.
             uses: for each of them, what its next token asks of the logits.
         """
-        self._nobody: Mask = np.zeros(len(requests), dtype=np.bool_)
+        self._nobody: Mask = np.zeros(len(rules), dtype=np.bool_)
         self._is_open: dict[int, Mask] = {}
         self._open_to_all: set[int] = set()
         self.layers: list[int] = []
@@ -210,8 +227,8 @@ class OpenExits:
         # A row goes one way or the other by its own needs, never by its neighbours'. What is only reported is no need
         # here: it must not change by a bit how sure a row is.
         numbers = [
-            -1 if allowed is None else groups.setdefault(_Group(allowed.rule, use is LogitsUse.CHOICE), len(groups))
-            for allowed, use in zip(exits, uses, strict=True)
+            -1 if rule is None else groups.setdefault(_Group(rule, use is LogitsUse.CHOICE), len(groups))
+            for rule, use in zip(rules, uses, strict=True)
         ]
         self.groups = list(groups)
         self.group_numbers = np.array(numbers)
@@ -219,16 +236,7 @@ class OpenExits:
         self.asked = self._nobody
         if not groups:
             return
-        never = (_NEVER,) * len(candidates)
-        # A confidence is compared as the Python float that naive generation compares.
-        levels = np.array(
-            [
-                never if allowed is None else allowed.thresholds(request, candidates)
-                for request, allowed in zip(requests, exits, strict=True)
-            ],
-            dtype=np.float64,
-        )
-        used = levels < _NEVER
+        used = levels < NEVER
         for number, layer in enumerate(candidates):
             self.levels[layer], is_open = levels[:, number], used[:, number]
             count = np.count_nonzero(is_open)
@@ -236,7 +244,7 @@ class OpenExits:
                 continue
             self.layers.append(layer)
             self._is_open[layer] = is_open
-            if count == len(requests):
+            if count == len(rules):
                 self._open_to_all.add(layer)
             self.asked = self.asked | is_open
 

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from offramp.common.exits.kv_policy import KVPolicy
-from offramp.serve.execution.exit_test import IterationExits, OpenExits, RequestExits
+from offramp.serve.execution.departures import LogitsUses
+from offramp.serve.execution.exit_test import IterationExits, OpenExits, RequestExits, exit_levels
 from offramp.serve.execution.kept_tokens import KeptTokens
 from offramp.serve.execution.kv_policy import keeps
 from offramp.serve.execution.parked import Parking
@@ -29,8 +30,7 @@ class RequestSet:
     Attributes:
         decodes: requests that decode: id -> index.
         open_exits: of their newest rows.
-        uses: [I] what their tokens ask of the logits of the final exit (`LogitsUse`).
-        early_uses: [I] the same of early exits: log-probabilities of a draft are the full model's, which judges it.
+        uses: what their tokens ask of logits. Log-probabilities of a draft are the full model's, which judges it.
         is_judged: [I] requests whose kept rows are judged by the full model.
         keeping: indices of requests of which states of early tokens may be kept.
         kv_policies: [I] of the requests.
@@ -61,17 +61,18 @@ class RequestSet:
             for index, (request, decodes) in enumerate(zip(requests, decoding, strict=True))
             if decodes
         }
-        self.open_exits = OpenExits(candidates, requests, exits, uses)
+        rules = [None if allowed is None else allowed.rule for allowed in exits]
+        self.open_exits = OpenExits(candidates, rules, exit_levels(exits, requests, candidates), uses)
         policies: list[KVPolicy] = [request.exits.kv_policy for request in requests]
         self.kv_policies = np.array(policies)
         self.distinct_kv_policies = tuple(dict.fromkeys(policies))
         self.keeping = [index for index, request in enumerate(requests) if keeps(request)]
-        self.uses = self.early_uses = np.array(uses, dtype=np.int64)
+        final = early = np.array(uses, dtype=np.int64)
         self.is_judged: Mask = np.zeros(len(requests), dtype=np.bool_)
         if "verify" in self.distinct_kv_policies:
             self.is_judged = np.array(decoding) & (self.kv_policies == "verify")
-            reports = self.is_judged & (self.uses == LogitsUse.REPORT)
-            self.early_uses = np.where(reports, LogitsUse.BEST, self.uses)
+            early = np.where(self.is_judged & (final == LogitsUse.REPORT), LogitsUse.BEST, final)
+        self.uses = LogitsUses(final, early)
 
     def is_of(
         self,

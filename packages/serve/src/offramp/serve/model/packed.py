@@ -39,6 +39,12 @@ FILL_SLICE = 512
 """Most rows filled at once: their keys and values of all layers are in memory twice."""
 
 
+def count_cache_layers(model: AnyModel) -> int:
+    """C of a whole model: one for each layer, and one for each exit head with a block."""
+    num_blocks = len(model.exit_config.layers) if model.exit_config.head == "block" else 0
+    return model.config.num_layers + num_blocks
+
+
 @dataclass(frozen=True)
 class PackedExit:
     """One exit, the final one included.
@@ -70,8 +76,9 @@ class PackedModel:
         dtype: of weights and states.
         device: of weights and states.
         kernels: what computes the layers, the exits and their unembeddings.
-        layers: the backbone.
-        exits: exit layer -> exit, ascending; the final one is the last.
+        layers: the backbone, or the layers of a stage.
+        exits: exit layer -> exit, ascending; the final one is the last. Of a stage those after its own layers.
+        early_exits: the early exits of the whole model.
         num_cache_layers: C. An exit head with a block has a cache layer of its own, after that of its exit layer.
         has_exit_blocks: whether exit heads have blocks.
         has_exit_classifiers: whether early exits have classifiers.
@@ -89,11 +96,12 @@ class PackedModel:
         final_shortlist: Sequence[int] | None = None,
         device: torch.device = CPU,
         capture: Capture | None = None,
+        stage: range | None = None,
     ) -> None:
         """Pack.
 
         Args:
-            model: weights.
+            model: weights; with `stage`, those of the stage (`pipeline.stages.stage_weights`) are enough.
             dtype: of weights and states.
             kernels: what is to compute them.
             quantization: what matrices are rounded to, all but the embeddings.
@@ -102,6 +110,7 @@ class PackedModel:
             final_shortlist: the only tokens that the final exit predicts; None: all.
             device: of weights and states; torch computes them anywhere but on the CPU.
             capture: records the layers for few rows, see `GraphedLayers`; None: nothing is recorded.
+            stage: pack a slice of the model: indices of its layers. Nothing can then be filled.
 
         Raises:
             OfframpError: if `kernels` is `native` and there are none here, or the model does not work in `dtype`.
@@ -121,22 +130,27 @@ class PackedModel:
         family = family_layers(model, Packing(dtype, device, self.kernels, self._int8_for, release, capture))
         self._row_context = family.row_context
         self.cosine = cosine(self.kernels)
-        embedding = model.embed_tokens.weight.detach().to(dtype)
-        # A checkpoint's own may be a file mapped into memory, of which each token needs another page.
-        self._embedding = memory.moved(embedding) if device.type == "cpu" else embedding
-        if release and model.embed_tokens.weight.dtype == dtype:
-            model.embed_tokens.weight.data = self._embedding
+        span = range(config.num_layers) if stage is None else stage
+        self._first_layer = span.start
+        self._embedding: Tensor | None = None
+        if not span.start:
+            embedding = model.embed_tokens.weight.detach().to(dtype)
+            # A checkpoint's own may be a file mapped into memory, of which each token needs another page.
+            self._embedding = memory.moved(embedding) if device.type == "cpu" else embedding
+            if release and model.embed_tokens.weight.dtype == dtype:
+                model.embed_tokens.weight.data = self._embedding
         self.has_exit_blocks = model.exit_config.head == "block"
         self.has_exit_classifiers = model.exit_config.classifier
-        heads = {e: cast(ExitHead, model.exits[str(e)]) for e in model.exit_config.layers}
-        backbone = list(model.layers)
+        self.early_exits = model.exit_config.layers
+        heads = {e: cast(ExitHead, model.exits[str(e)]) for e in self.early_exits if e - 1 in span}
+        backbone = list(model.layers)[span.start : span.stop]
 
         # Cache layers lie in the order in which a row passes them, so what an exit has to fill is one run to the end.
         order: list[nn.Module] = []
         layer_places: list[int] = []
         block_places: list[int] = []
         after_exit: dict[int, int] = {}
-        for index, block in enumerate(backbone):
+        for index, block in zip(span, backbone, strict=True):
             layer_places.append(len(order))
             order.append(block)
             head = heads.get(index + 1)
@@ -147,17 +161,19 @@ class PackedModel:
                 after_exit[index + 1] = len(order)
         self.num_cache_layers = len(order)
         starts = list(after_exit.values())
-        self._fill = family.fill(order[starts[0] :], starts[0], starts) if starts else None
+        self._fill = family.fill(order[starts[0] :], starts[0], starts) if starts and stage is None else None
         self._encoder = family.encoder()
         self.layers = family.layers(backbone, layer_places)
         exit_blocks: list[Block] = [head.block for head in heads.values() if head.block is not None]
         block_layers = family.layers(exit_blocks, block_places) if exit_blocks else None
 
+        is_last = span.stop == config.num_layers
         shared = model.unembedding().detach()
         if model.output_scale != 1.0:
             # On the weight, so that exits need not know of it.
             shared = (shared.float() * model.output_scale).to(shared.dtype)
-        unembed = self.unembedding(shared)
+        # An earlier stage may have no exit that shares it, and then it is not there.
+        unembed = self.unembedding(shared) if is_last or (heads and model.exit_config.tied) else None
         self.exits: dict[int, PackedExit] = {}
         for number, (layer, head) in enumerate(heads.items()):
             own = None if head.unembed is None else head.unembed.weight.detach()
@@ -166,16 +182,18 @@ class PackedModel:
                 layer=layer,
                 block=None if block_layers is None else ExitBlock(block_layers, number),
                 transform=self._pack_transform(head, norm),
-                unembed=unembed if own is None else self.unembedding(own),
+                unembed=cast(Unembedding, unembed) if own is None else self.unembedding(own),
                 weight=shared if own is None else own,
                 next_cache_layer=after_exit[layer],
                 classifier=None if head.classifier is None else exit_classifier(head.classifier),
             )
-        final = config.num_layers
+        if not is_last:
+            return
         if final_shortlist is not None:
             unembed = self.unembedding(shared, final_shortlist)
         last = self._pack_transform(None, model.norm)
-        self.exits[final] = PackedExit(final, None, last, unembed, shared, self.num_cache_layers)
+        whole = cast(Unembedding, unembed)
+        self.exits[span.stop] = PackedExit(span.stop, None, last, whole, shared, self.num_cache_layers)
 
     def unembedding(self, weight: Tensor, shortlist: Sequence[int] | None = None) -> Unembedding:
         """One that is computed as the model's own are.
@@ -191,6 +209,7 @@ class PackedModel:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[N] on the model's device -> [N, D]."""
+        assert self._embedding is not None, "only the first stage embeds"
         return self._embedding.index_select(0, token_ids)
 
     def row_context(self, max_model_len: int, block_size: int) -> RowContext:
@@ -223,7 +242,7 @@ class PackedModel:
         Returns:
             The states [N, D], and those before the last of these layers. `x` itself stays as it is.
         """
-        return self.layers.run(x, rows, cache, start, stop)
+        return self.layers.run(x, rows, cache, start - self._first_layer, stop - self._first_layer)
 
     def exit_state(self, layer: int, x: Tensor, rows: Rows, cache: KVStorage) -> Tensor:
         """State [N, D] that the unembedding of exit `layer` reads, from the rows' states after that layer."""

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from offramp.common.exits.kv_policy import KVPolicy
 from offramp.common.exits.operating_point import OperatingPoints
 from offramp.common.exits.policy import ExitPolicy
 
@@ -36,6 +37,7 @@ class ModelCard:
         run_id: The training run that the checkpoint comes from, if it says so.
         config_hash: SHA-256 of that run's settings, if the checkpoint says so.
         archive_sha256: hash of the model folder that it was loaded from, if it was one.
+        default_kv_policy: that of requests that name none.
     """
 
     name: str
@@ -55,6 +57,7 @@ class ModelCard:
     config_hash: str | None = None
     archive_sha256: str | None = None
     points: OperatingPoints = field(default_factory=OperatingPoints)
+    default_kv_policy: KVPolicy = "fill"
 
     @classmethod
     def of(
@@ -69,6 +72,7 @@ class ModelCard:
         decoder_start_token_id: int | None = None,
         block_size: int = 1,
         archive_sha256: str | None = None,
+        default_kv_policy: KVPolicy = "fill",
     ) -> ModelCard:
         """The card of a checkpoint that has just been loaded; the limits are the engine's."""
         return cls(
@@ -89,6 +93,7 @@ class ModelCard:
             config_hash=checkpoint.provenance.get("settings_sha256"),
             archive_sha256=archive_sha256,
             points=checkpoint.points,
+            default_kv_policy=default_kv_policy,
         )
 
     @property

@@ -271,7 +271,12 @@ class OpenAIService:
         try:
             card = self.card
             return exit_options(
-                options.overrides, card.exit_layers, card.policy, card.points, lambda field: f"'offramp.{field}'"
+                options.overrides,
+                card.exit_layers,
+                card.policy,
+                card.points,
+                lambda field: f"'offramp.{field}'",
+                card.default_kv_policy,
             )
         except ExitOverrideError as fault:
             raise bad_request(str(fault), param=f"offramp.{fault.field}") from fault

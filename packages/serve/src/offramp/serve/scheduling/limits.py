@@ -22,6 +22,7 @@ def check_limits(request: Request, config: EngineConfig, max_model_len: int, cac
         cache_tokens: tokens that the KV cache holds.
     """
     _check_source(request, config, max_model_len)
+    _check_stages(request, config)
     sizes = (
         f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.sampling.max_tokens} make "
         f"{request.max_total_tokens} tokens"
@@ -47,6 +48,27 @@ def check_limits(request: Request, config: EngineConfig, max_model_len: int, cac
         raise OfframpError(
             f"max_pending {request.exits.max_pending} lets {num_pending} tokens run again beside a new one, and "
             f"max_tokens_per_iteration {budget} leaves no row for other requests; lower the first or raise the second."
+        )
+
+
+def _check_stages(request: Request, config: EngineConfig) -> None:
+    kv_policy = request.exits.kv_policy
+    if config.pipeline_stages is None:
+        if kv_policy == "pipeline":
+            raise OfframpError(
+                "KV policy 'pipeline' is one of an engine that runs in stages; set pipeline_stages (1 will do), or "
+                "choose another policy."
+            )
+        return
+    if kv_policy not in ("pipeline", "full"):
+        raise OfframpError(
+            f"KV policy {kv_policy!r} is not one of an engine that runs in stages; choose pipeline or full, or leave "
+            "pipeline_stages out."
+        )
+    if request.sampling.prompt_logprobs is not None:
+        raise OfframpError(
+            "prompt_logprobs are not sent back by the stages of a pipeline; leave them out, or leave pipeline_stages "
+            "out."
         )
 
 

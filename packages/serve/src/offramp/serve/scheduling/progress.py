@@ -66,7 +66,7 @@ def _note_depth(sequence: SequenceState, item: ScheduledRequest, newest: Sampled
     if request.exits.kv_policy in ("recompute", "verify"):
         request.num_pending = request.num_pending + 1 if left_early else 0
         sequence.num_incomplete = sequence.num_incomplete + 1 if left_early else 0
-    elif left_early and sequence.early_from is None:
+    elif left_early and sequence.early_from is None and request.exits.kv_policy != "pipeline":
         sequence.early_from = item.start
 
 

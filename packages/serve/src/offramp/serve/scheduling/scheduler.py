@@ -29,6 +29,15 @@ deep passes are put off, prompts wait for the next one (`prompt_hold`).
 
 Which keys and values requests share is said in `block_tables`.
 
+**In flight.** A sequence is in flight from when its rows are scheduled until they are answered. Where all stages are in
+one process that is one iteration. In a pipeline (`offramp.serve.pipeline`) there may be several iterations under way,
+each with other sequences, and answers come in any order between them. All bookkeeping is immediate all the same: blocks
+that an end, a cancel or a preemption frees are handed out at once, and blocks enter the prefix cache when their tokens
+are counted as computed, though later stages may still have to write them. That is right because every stage runs
+iterations in the order in which they were scheduled: whatever an iteration reads was written before, and whoever is
+given a block writes it after those who had it. A preempted sequence's answer is dropped, as it says the same token when
+it has run again. So that all stages have work, an iteration takes no more than its share of those that decode.
+
 **Grouping by depth**, if it is on, makes an iteration run only decodes of similar expected depth: the one that has
 waited longest leads, whatever its rank, and takes along those near it (`depth_grouping`). So a decode waits for at most
 as many iterations as there are other decodes.
@@ -61,7 +70,8 @@ class QueueFullError(OfframpError):
 class Scheduler:
     """Decides what each iteration computes. Not thread-safe: one owner calls it, between iterations.
 
-    The cycle is `schedule`, run the model, `update`. Requests may be added, cancelled or failed at any time in between.
+    The cycle is `schedule`, run the model, `update`. Requests may be added, cancelled or failed at any time in between,
+    and `schedule` may be called again before `update`.
 
     Attributes:
         num_preemptions: how often a running request lost its blocks.
@@ -86,7 +96,6 @@ class Scheduler:
         self._running: dict[str, SequenceState] = {}
         self._just_preempted: list[str] = []
         self._num_iterations = 0
-        self._in_flight: SchedulerOutput | None = None
         self.num_preemptions = 0
 
     @property
@@ -156,58 +165,61 @@ class Scheduler:
         return request
 
     def schedule(self) -> SchedulerOutput:
-        """What the next iteration computes; nothing only if no request is unfinished.
+        """What the next iteration computes; nothing only if no request is unfinished, or some are in flight.
 
-        Every output must be given to `update`, also when running it failed.
+        Everything scheduled must be given to `update`, also when running it failed.
         """
-        assert self._in_flight is None, "schedule() again before update()"
         num_startable = min(len(self._waiting), self._config.max_num_seqs - len(self._running))
         if not self._hold.holds(num_startable, self._running.values()):
             self._admit()
         running = sorted(self._running.values(), key=lambda sequence: sequence.rank)
+        ready = [sequence for sequence in running if sequence.in_flight is None]
         copies: list[tuple[int, int]] = []
-        scheduled = self._plan(running, self._choose_decodes(running), copies)
-        if not scheduled:
+        scheduled = self._plan(ready, self._choose_decodes(ready), copies)
+        if not scheduled and ready[:1] == running[:1]:
             # Those chosen wait for blocks of a higher rank that was not. The highest can always go on.
-            scheduled = self._plan(running[:1], set(running[:1]), copies)
+            scheduled = self._plan(ready[:1], set(ready[:1]), copies)
         scheduled.sort(key=lambda item: item.phase is Phase.PREFILL)
-        self._in_flight = SchedulerOutput(
-            self._num_iterations, tuple(scheduled), tuple(self._just_preempted), tuple(copies)
-        )
+        for item in scheduled:
+            self._running[item.request.request_id].in_flight = item
+        output = SchedulerOutput(self._num_iterations, tuple(scheduled), tuple(self._just_preempted), tuple(copies))
         self._just_preempted.clear()
         self._num_iterations += 1
-        return self._in_flight
+        return output
+
+    def awaits(self, item: ScheduledRequest) -> bool:
+        """Whether an answer to these rows is wanted: they are in flight, and nothing has ended or preempted them."""
+        sequence = self._running.get(item.request.request_id)
+        return sequence is not None and sequence.in_flight is item
 
     def update(
         self, output: SchedulerOutput, results: Mapping[str, IterationResult], text_stops: TextStops | None = None
     ) -> list[Request]:
         """Take in what an iteration computed.
 
-        Requests that were cancelled or failed since `schedule` are passed over. One that decodes may have no result:
-        its newest row is parked at an exit, and it is scheduled again as it is. Every other one whose rows predict a
-        token must have a result, and one that asks for `prompt_logprobs` must have those of its rows (which may be left
-        out if it runs again and has them all).
+        Requests that were cancelled, failed or preempted since `schedule` are passed over. One that decodes may have no
+        result: its newest row is parked at an exit, and it is scheduled again as it is. Every other one whose rows
+        predict a token must have a result, and one that asks for `prompt_logprobs` must have those of its rows (which
+        may be left out if it runs again and has them all).
 
         Args:
-            output: from the last `schedule`.
+            output: from `schedule`; or with some of its requests only, if the others are answered at other times.
             results: request id -> what it got.
             text_stops: asked whether a token completes a stop string; None looks for none.
 
         Returns:
             Requests that got a token or ended with what they got, in the order of `output`.
         """
-        assert output is self._in_flight, "update() with an output that is not the last one of schedule()"
-        self._in_flight = None
         advanced: list[Request] = []
         parked: list[str] = []
         has_prompts = False
         for item in output.scheduled:
             request = item.request
             has_prompts |= item.phase is Phase.PREFILL
-            if request.status.is_finished:
+            if not self.awaits(item):
                 continue
             sequence = self._running[request.request_id]
-            sequence.is_encoded = True
+            sequence.in_flight, sequence.is_encoded = None, True
             if item.phase is Phase.DECODE and request.request_id not in results:
                 parked.append(request.request_id)
                 continue
@@ -274,6 +286,8 @@ class Scheduler:
             decodes.sort(key=lambda sequence: sequence.last_chosen)
         else:
             decodes.sort(key=lambda sequence: (sequence.request.priority, sequence.last_chosen))
+            share = -(-len(self._running) // (self._config.pipeline_stages or 1))
+            decodes = decodes[:share]
         chosen: set[SequenceState] = set()
         for sequence in decodes:
             if sequence.num_decode_rows <= budget:
@@ -353,7 +367,7 @@ class Scheduler:
         request.drafts.clear()
         if request.exits.kv_policy == "verify":
             request.num_pending = 0
-        sequence.num_incomplete = 0
+        sequence.num_incomplete, sequence.in_flight = 0, None
         request.num_computed_tokens = request.num_exact_tokens = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING

@@ -28,6 +28,7 @@ class SequenceState:
             layers. `Request.num_pending` counts the same but for a preemption, after which there are none.
         depth: how deep its tokens go.
         last_chosen: the last iteration in which it might run.
+        in_flight: its rows that were scheduled and not answered yet; it is not scheduled again before they are.
     """
 
     request: Request
@@ -41,6 +42,7 @@ class SequenceState:
     num_incomplete: int = 0
     depth: DepthMean = field(default_factory=DepthMean)
     last_chosen: int = -1
+    in_flight: ScheduledRequest | None = None
 
     @property
     def rank(self) -> tuple[int, int]:
