@@ -73,9 +73,10 @@ def test_replayed_layers_give_what_torch_gives(overrides: Any) -> None:
             wanted = plain.run_layers(x, rows, reference, start, stop)
             found = graphed.run_layers(x, rows, cache, start, stop)
             results += [(one, other) for one, other in zip(found, wanted, strict=True)]
-            torch.testing.assert_close(cache.data[:, : reference.data.shape[1]], reference.data, rtol=0, atol=1e-5)
+            # Sums of fp32 in another order, of numbers of order 1; what is read from elsewhere is off by as much.
+            torch.testing.assert_close(cache.data[:, : reference.data.shape[1]], reference.data, rtol=0, atol=1e-4)
         for one, other in results:
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
     layers = graphed.layers
     assert isinstance(layers, GraphedLayers)
     assert recorder.replays == 25
