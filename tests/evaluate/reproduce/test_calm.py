@@ -75,13 +75,14 @@ def test_conclusions_follow_the_figures(results: dict[str, Any]) -> None:
     for technique in TECHNIQUES:
         contestants[technique]["speedup"] = {"value": 2.0, "low": 1.9, "high": 2.1}
         contestants[technique]["latency_ratio"] = {"value": 2.1, "low": 2.0, "high": 2.2}
-        planted["positions"]["techniques"][technique]["filled_less_exact"] = {"value": -0.1, "low": -0.2, "high": -0.01}
+        gap = planted["positions"]["techniques"][technique]["filled_less_exact"]
+        gap["to_label"] = {"value": -0.1, "low": -0.2, "high": -0.01}
     contestants["state"]["speedup"] = {"value": 3.0, "low": 2.9, "high": 3.1}
     found = {" ".join(one.question.split()[:3]): one for one in conclude(planted)}
     assert found["Which measure is"].verdict == "same"
     assert found["Does early exit"].verdict == "same"
     assert found["Does inner-token latency"].verdict == "differs"
-    assert "softmax margin, classifier, state similarity" in found["Is filling sound:"].here
+    assert "beyond chance for softmax margin, classifier, state similarity" in found["Is filling sound:"].here
     for technique in TECHNIQUES:
         contestants[technique]["speedup"] = {"value": 0.9, "low": 0.8, "high": 1.0}
     found = {" ".join(one.question.split()[:3]): one for one in conclude(planted)}

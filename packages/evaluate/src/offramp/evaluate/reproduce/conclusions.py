@@ -96,8 +96,7 @@ def _throughput(results: Mapping[str, Any], contestants: Mapping[str, Any]) -> C
         "Does early exit under Algorithm 1 raise throughput?",
         "yes: " + ", ".join(f"{TITLES[t]} {theirs[t]:.2f} times" for t in TECHNIQUES),
         ", ".join(
-            f"{TITLES[t]} {ours[t]['value']:.2f} times [{ours[t]['low']:.2f}, {ours[t]['high']:.2f}] "
-            f"({contestants[t]['exit_rate']:.0%} of layers skipped in the batch)"
+            f"{TITLES[t]} {_times(ours[t])} ({contestants[t]['exit_rate']:.0%} of layers skipped in the batch)"
             for t in TECHNIQUES
         ),
         _verdict(faster),
@@ -130,8 +129,8 @@ def _shallow(results: Mapping[str, Any], contestants: Mapping[str, Any]) -> Conc
     return Conclusion(
         "Is a statically shallower model, trained on as many tokens and served, as good and as fast?",
         "not measured",
-        f"with half the decoder layers it is {shallow['value']:.2f} times as fast as full depth, and the fastest early "
-        f"exit ({fastest}) {best['value']:.2f} times; its ROUGE-L is {value['value']:.3f} "
+        f"with half the decoder layers it is {_times(shallow)} as fast as full depth, and the fastest early "
+        f"exit ({_named(fastest)}) {_times(best)}; its ROUGE-L is {value['value']:.3f} "
         f"[{value['low']:.3f}, {value['high']:.3f}] against {full['value']:.3f} of the full model, "
         f"so here {'the shallow model' if shallow['value'] >= best['value'] else 'early exit'} is faster"
         f" and its quality is {'not told apart from' if _touches_zero(rows['shallow model']) else 'different from'} "
@@ -153,33 +152,37 @@ def _regroup(contestants: Mapping[str, Any]) -> Conclusion:
 
 
 def _filling(results: Mapping[str, Any]) -> Conclusion:
-    found = results["positions"]["techniques"]
-    parts = []
-    for t in TECHNIQUES:
-        gap = found[t]["filled_less_exact"]
-        parts.append(f"{TITLES[t]} {gap['value']:+.3f} [{gap['low']:+.3f}, {gap['high']:+.3f}]")
-    harmed = [TITLES[t] for t in TECHNIQUES if found[t]["filled_less_exact"]["high"] < 0]
+    here, harmed = _gaps(results, "filled_less_exact")
     return Conclusion(
-        "Is filling sound: does ROUGE-L to labels differ from that with exact keys and values?",
-        "taken for granted (states saturate)",
-        f"{'; '.join(parts)}: harm beyond chance for {', '.join(harmed) or 'none'}",
+        "Is filling sound: what is lost against exact keys and values?",
+        "nothing is measured; states are said to saturate",
+        f"{here}: worse labels beyond chance for {', '.join(harmed) or 'none'}",
         "open",
     )
 
 
 def _masking(results: Mapping[str, Any]) -> Conclusion:
-    found = results["positions"]["techniques"]
-    parts = []
-    for t in TECHNIQUES:
-        gap = found[t]["masked_less_filled"]
-        parts.append(f"{TITLES[t]} {gap['value']:+.3f} [{gap['low']:+.3f}, {gap['high']:+.3f}]")
-    harmed = [TITLES[t] for t in TECHNIQUES if found[t]["masked_less_filled"]["high"] < 0]
+    here, harmed = _gaps(results, "masked_less_filled")
     return Conclusion(
         "Is filling needed: what if skipped layers' keys and values were simply absent?",
         "said to be needed, not measured",
-        f"{'; '.join(parts)}: worse than filling beyond chance for {', '.join(harmed) or 'none'}",
-        "open" if not harmed else _verdict([TITLES[t] in harmed for t in TECHNIQUES]),
+        f"{here}: worse labels than with filling beyond chance for {', '.join(harmed) or 'none'}",
+        _verdict([TITLES[t] in harmed for t in TECHNIQUES]),
     )
+
+
+def _gaps(results: Mapping[str, Any], gap: str) -> tuple[str, list[str]]:
+    """Differences of ROUGE-L over the same sources in words, and the measures with a loss beyond chance to labels."""
+    found = {t: results["positions"]["techniques"][t][gap] for t in TECHNIQUES}
+    words = (
+        f"{TITLES[t]} {_signed(one['to_label'])} of ROUGE-L to labels, {_signed(one['to_full'])} to the full model"
+        for t, one in found.items()
+    )
+    return "; ".join(words), [TITLES[t] for t, one in found.items() if one["to_label"]["high"] < 0]
+
+
+def _signed(gap: Mapping[str, float]) -> str:
+    return f"{gap['value']:+.3f} [{gap['low']:+.3f}, {gap['high']:+.3f}]"
 
 
 def _cost(contestants: Mapping[str, Any]) -> Conclusion:
@@ -208,6 +211,16 @@ def _batches(results: Mapping[str, Any]) -> Conclusion:
         "; ".join(parts),
         "open",
     )
+
+
+def _times(spread: Mapping[str, float]) -> str:
+    return f"{spread['value']:.2f} times [{spread['low']:.2f}, {spread['high']:.2f}]"
+
+
+def _named(contestant: str) -> str:
+    base, comma, rest = contestant.partition(", ")
+    titles: Mapping[str, str] = {**TITLES}
+    return f"{titles[base]}{comma}{rest}"
 
 
 def _touches_zero(row: Mapping[str, Any]) -> bool:

@@ -114,7 +114,7 @@ def _parts(results: Mapping[str, Any]) -> Figure:
         bottoms = [bottom + value for bottom, value in zip(bottoms, values, strict=True)]
     axis.set_ylabel("us per token")
     axis.tick_params(axis="x", labelrotation=40, labelsize=8)
-    axis.legend(fontsize=7, ncols=2)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return drawing
 
 

@@ -53,18 +53,24 @@ def measure_positions(model: Path, calibration: Any, questions: Questions, max_t
             ]
             for setting in (exact, early("filled", chosen, config))
         }
-        said = [
+        masked = [
             generate_masked(naive, prompt, max_tokens, chosen, checkpoint.eos_token_ids) for prompt in questions.prompts
         ]
-        answers["masked"] = [(one.token_ids, one.exit_layers) for one in said]
+        answers["masked"] = [(one.token_ids, one.exit_layers) for one in masked]
         found[technique] = {
             name: _curve([ids for ids, _ in given], full, lengths, text, questions)
             | {"exit_rate": 1 - sum(sum(d) for _, d in given) / (num_layers * sum(len(d) for _, d in given))}
             for name, given in answers.items()
         }
-        scores = {name: _whole(given, questions, text) for name, given in answers.items()}
-        found[technique]["filled_less_exact"] = bootstrap.difference(scores["filled"], scores["exact"])._asdict()
-        found[technique]["masked_less_filled"] = bootstrap.difference(scores["masked"], scores["filled"])._asdict()
+        texts = {name: [text(ids) for ids, _ in given] for name, given in answers.items()}
+        label = {name: list(rouge(said, questions.references)["rougeL"]) for name, said in texts.items()}
+        whole = [text(ids) for ids in full]
+        similar = {name: to_full(said, whole) for name, said in texts.items()}
+        for a, b in (("filled", "exact"), ("masked", "filled")):
+            found[technique][f"{a}_less_{b}"] = {
+                "to_label": bootstrap.difference(label[a], label[b])._asdict(),
+                "to_full": bootstrap.difference(similar[a], similar[b])._asdict(),
+            }
     return {"prompts": len(questions.prompts), "lengths": lengths, "techniques": found}
 
 
@@ -84,7 +90,3 @@ def _curve(
     same = [sum(a[:n] == b[:n] for a, b in pairs) / len(pairs) for n in lengths]
     label = bootstrap.mean(list(rouge([text(a) for a in said], questions.references)["rougeL"]))._asdict()
     return {"to_full": similar, "same": same, "to_label": label}
-
-
-def _whole(given: Sequence[tuple[list[int], list[int]]], questions: Questions, text: Any) -> list[float]:
-    return list(rouge([text(ids) for ids, _ in given], questions.references)["rougeL"])

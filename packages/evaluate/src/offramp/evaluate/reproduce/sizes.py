@@ -142,10 +142,10 @@ SMALL = Size(
     training_pairs=20_000,
     calibration_prompts=200,
     test_prompts=300,
-    masked_prompts=40,
+    masked_prompts=80,
     speed_prompts=96,
     batch_sizes=(1, 4, 8, 16, 32),
-    rounds=3,
+    rounds=7,
 )
 BASE = Size(
     name="base",

@@ -31,6 +31,7 @@ class Contestant:
     Attributes:
         answerer: its engine.
         setting: see `Setting`.
+        num_layers: decoder layers of the full model, of which it skips some.
         rates: tokens per second of each round.
         latencies: inner-token latency in seconds of each round.
         parts: seconds of the engine's iterations by part, over all rounds.
@@ -40,6 +41,7 @@ class Contestant:
 
     answerer: Answerer
     setting: Setting
+    num_layers: int
     rates: list[float] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -59,7 +61,7 @@ class Contestant:
         self.latencies.append(answers.inner_token_latency_s)
         self.wall_s += answers.seconds
         self.tokens += answers.num_tokens
-        self.exit_rate = exit_rate(answers, engine.checkpoint.model.config.num_layers)
+        self.exit_rate = exit_rate(answers, self.num_layers)
         self.to_label = statistics.fmean(to_label(answers, questions))
 
     def report(self, base: Contestant) -> dict[str, Any]:
@@ -105,16 +107,17 @@ def _contestants(
     deep, together, half_model = Answerer(model), Answerer(model), Answerer(shallow)
     every = engine_config(device, "all", regroup.max_num_seqs)
     checkpoint = deep.engine(regroup).checkpoint
-    layers, half = tuple(checkpoint.exits.layers), checkpoint.model.config.num_layers // 2
+    layers, depth = tuple(checkpoint.exits.layers), checkpoint.model.config.num_layers
+    static = Setting("static half", ExitOptions("static", static_layer=depth // 2), regroup)
     found = {
-        "full": Contestant(deep, Setting("full", FULL, regroup)),
-        "static half": Contestant(deep, Setting("static half", ExitOptions("static", static_layer=half), regroup)),
-        "shallow model": Contestant(half_model, Setting("shallow model", FULL, regroup)),
+        "full": Contestant(deep, Setting("full", FULL, regroup), depth),
+        "static half": Contestant(deep, static, depth),
+        "shallow model": Contestant(half_model, Setting("shallow model", FULL, regroup), depth),
     }
     for technique in TECHNIQUES:
         chosen = policy(technique, calibration["techniques"][technique]["threshold"], layers)
-        found[technique] = Contestant(together, early(technique, chosen, every))
-        found[f"{technique}, regroup"] = Contestant(deep, early(technique, chosen, regroup))
+        found[technique] = Contestant(together, early(technique, chosen, every), depth)
+        found[f"{technique}, regroup"] = Contestant(deep, early(technique, chosen, regroup), depth)
     return found
 
 
