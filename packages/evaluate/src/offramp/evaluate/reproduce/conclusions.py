@@ -132,9 +132,8 @@ def _shallow(results: Mapping[str, Any], contestants: Mapping[str, Any]) -> Conc
         f"with half the decoder layers it is {_times(shallow)} as fast as full depth, and the fastest early "
         f"exit ({_named(fastest)}) {_times(best)}; its ROUGE-L is {value['value']:.3f} "
         f"[{value['low']:.3f}, {value['high']:.3f}] against {full['value']:.3f} of the full model, "
-        f"so here {'the shallow model' if shallow['value'] >= best['value'] else 'early exit'} is faster"
-        f" and its quality is {'not told apart from' if _touches_zero(rows['shallow model']) else 'different from'} "
-        "that of full depth",
+        f"so {_faster(shallow, best)}, and the shallow model's answers are "
+        f"{'not told apart from' if _touches_zero(rows['shallow model']) else 'of other quality than'} full depth's",
         "open",
     )
 
@@ -211,6 +210,14 @@ def _batches(results: Mapping[str, Any]) -> Conclusion:
         "; ".join(parts),
         "open",
     )
+
+
+def _faster(shallow: Mapping[str, float], early: Mapping[str, float]) -> str:
+    if shallow["low"] > early["high"]:
+        return "the shallow model is faster"
+    if early["low"] > shallow["high"]:
+        return "early exit is faster"
+    return "the ranges of their speeds overlap"
 
 
 def _times(spread: Mapping[str, float]) -> str:
