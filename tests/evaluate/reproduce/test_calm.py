@@ -87,3 +87,5 @@ def test_conclusions_follow_the_figures(results: dict[str, Any]) -> None:
         contestants[technique]["speedup"] = {"value": 0.9, "low": 0.8, "high": 1.0}
     found = {" ".join(one.question.split()[:3]): one for one in conclude(planted)}
     assert found["Does early exit"].verdict == "differs"
+    planted["quality"]["rows"]["full"]["to_label"]["value"] = 0.0
+    assert conclude(planted)[0].verdict != "same", "a model that has learnt nothing keeps nothing"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from helpers.tiny_t5 import EOS_ID, hugging_face_t5, load_t5
 from offramp.common.exits.config import ExitConfig
@@ -43,10 +46,32 @@ def test_where_all_leave_at_one_layer_nobody_looks_above(model: MultiExitT5) -> 
 def test_who_goes_on_does_not_see_who_left(model: MultiExitT5) -> None:
     # The threshold falls over the answer: early tokens run deep, so later ones that leave have seen all of them.
     policy = ExitPolicy("margin", {1: 0.3, 3: 0.2}, decay=4.0)
-    filled = [generate(model, source, 12, policy=policy, eos_ids=(EOS_ID,)) for source in SOURCES]
-    masked = [generate_masked(model, source, 12, policy, (EOS_ID,)) for source in SOURCES]
-    assert any(len(set(one.exit_layers)) > 1 for one in masked), "some leave and some do not"
-    assert [one.token_ids for one in masked] != [one.token_ids for one in filled]
-    for a, b in zip(masked, filled, strict=True):
-        left = next((i for i, layer in enumerate(b.exit_layers) if layer < 4), len(b.exit_layers))
-        assert a.token_ids[: left + 1] == b.token_ids[: left + 1], "until somebody has left, both are the full model"
+    hidden = 0
+    for source in SOURCES:
+        answer = generate_masked(model, source, 12, policy, (EOS_ID,))
+        depths = [4, *answer.exit_layers[1:]]  # of what the decoder reads, the start token first
+        for step, (token, layer) in enumerate(zip(answer.token_ids, answer.exit_layers, strict=True)):
+            logits, unseen = said_at(model, source, [0, *answer.token_ids[:step]], [*depths[:step], 4], layer)
+            assert token == int(logits.argmax())
+            hidden += unseen
+    assert hidden > 0, "some look where others have left"
+    exact = [generate(model, s, 12, kv_policy="recompute", policy=policy, max_pending=99).token_ids for s in SOURCES]
+    assert said(model, policy) != exact
+
+
+@torch.no_grad()
+def said_at(
+    model: MultiExitT5, source: list[int], ids: list[int], depths: list[int], layer: int
+) -> tuple[torch.Tensor, int]:
+    """Logits of the last token at its layer, by masks made here; and how often it did not see an earlier one."""
+    targets = torch.tensor([ids])
+    whole = model.layout(model.encode(torch.tensor([source])), targets)
+    state, hidden = model.embed(targets), 0
+    for number in range(1, layer + 1):
+        mask = whole.self_mask.clone()
+        for place, depth in enumerate(depths):
+            if depth < number:
+                mask[..., place + 1 :, place] = -torch.inf
+                hidden += 1
+        state = model.run_layers(state, number - 1, number, replace(whole, self_mask=mask))
+    return model.exit_logits(state, layer, whole)[0, -1], hidden

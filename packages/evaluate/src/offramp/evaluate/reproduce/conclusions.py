@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -51,7 +52,8 @@ def at_figure_batch(results: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _quality(results: Mapping[str, Any]) -> Conclusion:
     rows, paper = results["quality"]["rows"], TABLE_1[results["like"]]
-    kept = {t: rows[t]["to_label"]["value"] / rows["full"]["to_label"]["value"] for t in TECHNIQUES}
+    best = rows["full"]["to_label"]["value"] or math.nan  # a model that has learnt nothing
+    kept = {t: rows[t]["to_label"]["value"] / best for t in TECHNIQUES}
     theirs = [paper[t].to_label / paper["full"].to_label for t in TECHNIQUES]
     worse = [TITLES[t] for t in TECHNIQUES if rows[t]["less_than_full"]["low"] > 0]
     here = ", ".join(f"{TITLES[t]} keeps {kept[t]:.1%} at {rows[t]['exit_rate']:.0%} skipped" for t in TECHNIQUES)
