@@ -44,10 +44,11 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_the_commands_in_the_order_of_the_way(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    listed = [line.split()[0] for line in lines][:15]
+    listed = [line.split()[0] for line in lines][:20]
     assert listed == [
-        "import", "plan", "fit", "validate", "test", "sync", "export", "register",
-        "generate", "archive", "serve", "deploy", "gateway", "keys", "bench",
+        "import", "plan", "fit", "validate", "test", "sync", "export", "register", "calibrate",
+        "generate", "evaluate", "study", "report", "reproduce", "archive", "serve", "deploy", "gateway", "keys",
+        "bench",
     ]  # fmt: skip
     assert all(len(line) <= 120 for line in lines)
 
@@ -243,7 +244,7 @@ def test_commands_of_an_absent_or_broken_distribution_are_not_listed(
 def test_version_names_every_installed_distribution(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["offramp-common", "offramp-serve", "offramp-train"]
+    assert names == ["offramp-common", "offramp-evaluate", "offramp-serve", "offramp-train"]
 
 
 def test_the_console_script_is_installed_and_runs() -> None:

@@ -326,10 +326,11 @@ def test_logged_to_mlflow(
 
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     assert main(command(directory, data, "--point", "fast=0.95", "--mlflow", "--dry-run")) == 0
     assert load_checkpoint(directory).calibration is None
-    client = MlflowClient()
+    client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("calibration")
     assert experiment is not None
     (logged,) = client.search_runs([experiment.experiment_id])

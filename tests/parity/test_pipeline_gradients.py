@@ -173,6 +173,9 @@ ONE_PROCESS = {
     "one process": (1, Case(clip=0.5, fill_aware={1: 0.3, 2: 0.3})),
     "one process, nothing tied, ZeRO-1": (1, Case(tied_exits=False, tied_embeddings=False, zero_stage=1)),
 }
+FP32_CLOSE = 5e-6
+"""Relative: the norm of fp32 gradients, beside fp64's. One process is as far off on some machines; see `fp32_bound`."""
+
 FP32 = {name: TWO_STAGES[name] for name in ("tied", "nothing tied", "exit blocks", "ZeRO-1", "qwen3")}
 
 
@@ -260,7 +263,9 @@ def errors(
 
 def check(case: Case, answers: list[dict[str, Any]], replicas: int) -> None:
     gradients, report = oracle(replace(case, double=True), replicas)
-    bound, close = (fp32_bound(case, replicas, gradients, report["norm"]), 1e-6) if case.zero_stage else (1e-12, 1e-12)
+    bound, close = (
+        (fp32_bound(case, replicas, gradients, report["norm"]), FP32_CLOSE) if case.zero_stage else (1e-12, 1e-12)
+    )
     scale = min(1.0, case.clip / (report["norm"] + 1e-6)) if case.clip and not case.zero_stage else 1.0
     found = errors(answers, gradients, report["norm"], scale)
     assert min(found.values()) >= 0.0, "a trained parameter lies on no stage"
@@ -305,7 +310,7 @@ def test_a_stage_without_anything_to_train_still_takes_part(two_stages: dict[str
 
 def check_filled(num_stages: int, case: Case, answers: list[dict[str, Any]]) -> None:
     # ZeRO takes no fp64.
-    bound, close = (3e-6, 1e-6) if case.zero_stage else (1e-12, 1e-12)
+    bound, close = (3e-6, FP32_CLOSE) if case.zero_stage else (1e-12, 1e-12)
     expected = filled_oracle(replace(case, double=not case.zero_stage), num_stages, len(answers) // num_stages)
     seen = set()
     norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
@@ -385,4 +390,4 @@ def test_fp32_is_as_exact_as_in_one_process(pipe: int, tensor: int) -> None:
         exact, report = oracle(replace(FP32[name], double=True), 1)
         found = errors(answers, exact, report["norm"])
         assert max(found.values()) < fp32_bound(FP32[name], 1, exact, report["norm"]), name
-        check_reports(FP32[name], answers, report, 1e-6)
+        check_reports(FP32[name], answers, report, FP32_CLOSE)

@@ -13,11 +13,8 @@ from transformers import T5ForConditionalGeneration
 from helpers.tiny import tiny_tokenizer
 from helpers.tiny_t5 import EOS_ID, SHAPES, t5_directory
 from offramp.common import cli
-from offramp.common.errors import OfframpError
 from offramp.common.exits.config import ExitConfig
 from offramp.common.importing import NewExits, import_model
-from offramp.serve.bench.plan import Choices
-from offramp.serve.bench.run import Bench, Settings
 from offramp.serve.torchserve.archive import archive
 
 
@@ -84,8 +81,6 @@ def test_messages_need_a_chat_template(directory: Path, tmp_path: Path, capsys: 
     assert "chat.jsonl, line 1: This model's tokenizer has no chat template" in capsys.readouterr().err
 
 
-def test_it_is_archived_and_the_bench_refuses_it(directory: Path, tmp_path: Path) -> None:
+def test_it_is_archived(directory: Path, tmp_path: Path) -> None:
     folder = archive(directory, tmp_path / "m", name="m")
     assert (folder / "checkpoint" / "exits.json").is_file()
-    with pytest.raises(OfframpError, match="model_type 't5' is an encoder-decoder model"):
-        Bench(directory, "quick", Choices(), Settings())

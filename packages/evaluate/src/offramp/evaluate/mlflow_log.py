@@ -1,10 +1,14 @@
-"""A calibration as a run of MLflow."""
+"""Calibrations and reports as runs of MLflow."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from offramp.train.tracking.store import default_tracking_uri
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
 def log_calibration(found: dict[str, Any], directory: str) -> str:
@@ -13,14 +17,7 @@ def log_calibration(found: dict[str, Any], directory: str) -> str:
     Returns:
         The run's id.
     """
-    from mlflow import MlflowClient
-    from mlflow.entities import RunStatus
-
-    client = MlflowClient(default_tracking_uri())
-    name = "calibration"
-    known = client.get_experiment_by_name(name)
-    experiment = known.experiment_id if known is not None else client.create_experiment(name)
-    run = client.create_run(experiment, run_name=directory).info.run_id
+    client, run = _begin("calibration", directory)
     for key in ("method", "risk", "bound", "epsilon", "task", "data", "sha256", "num_examples", "max_tokens"):
         client.log_param(run, key, found[key])
     client.log_metric(run, "exact/layers", found["full_depth"]["layers"])
@@ -34,5 +31,27 @@ def log_calibration(found: dict[str, Any], directory: str) -> str:
             client.log_metric(run, f"{point}/layers", tried["layers"])
             client.log_metric(run, f"{point}/tokens_per_second", tried["tokens_per_second"])
     client.log_dict(run, found, "calibration.json")
-    client.set_terminated(run, RunStatus.to_string(RunStatus.FINISHED))
+    client.set_terminated(run)
     return run
+
+
+def log_page(path: Path) -> str:
+    """Log a report, as an artifact.
+
+    Returns:
+        The run's id.
+    """
+    client, run = _begin("report", path.name)
+    client.log_artifact(run, str(path))
+    client.set_terminated(run)
+    return run
+
+
+def _begin(experiment: str, name: str) -> tuple[MlflowClient, str]:
+    """A client of the store, and a new run's id. The fluent API's store would be that of the whole process."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(default_tracking_uri())
+    known = client.get_experiment_by_name(experiment)
+    of = known.experiment_id if known is not None else client.create_experiment(experiment)
+    return client, client.create_run(of, run_name=name).info.run_id

@@ -24,16 +24,16 @@ def main(argv: list[str]) -> int:
 
 def _log(path: Path) -> None:
     """Give the page to MLflow; that it cannot be had is no fault of the page."""
-    import mlflow
     from mlflow.exceptions import MlflowException
 
+    from offramp.evaluate.mlflow_log import log_page
+
     try:
-        with mlflow.start_run(run_name="offramp report") as run:
-            mlflow.log_artifact(str(path))
+        run = log_page(path)
     except MlflowException as fault:
         print(f"offramp: the report was not logged to MLflow: {fault}", file=sys.stderr)
     else:
-        print(f"MLflow has it in run {run.info.run_id}", file=sys.stderr)
+        print(f"MLflow has it in run {run}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
