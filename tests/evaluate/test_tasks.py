@@ -108,7 +108,11 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(OfframpError, match="holds no example"):
         task_named("perplexity").load(TaskOptions(tmp_path / "empty.jsonl"))
-    for text, complaint in (("{", "line 1, is no JSON"), ("[]", "line 1, is no object"), ("{}", "has no text 'text'")):
+    for text, complaint in (
+        ("{", "line 1, is no JSON object"),
+        ("[]", "is no JSON object"),
+        ("{}", "has no text 'text'"),
+    ):
         (tmp_path / "bad.jsonl").write_text(text)
         with pytest.raises(OfframpError, match=complaint):
             task_named("perplexity").load(TaskOptions(tmp_path / "bad.jsonl"))

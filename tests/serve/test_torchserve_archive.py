@@ -123,6 +123,8 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert config["engine"] == {"dtype": "bf16"}
     with pytest.raises(OfframpError, match="max_num_seqs"):
         archive_main([str(checkpoint), str(tmp_path / "n"), "--max-num-seqs", "0"])
+    with pytest.raises(OfframpError, match="pipeline_stages 2 are not for TorchServe"):
+        archive_main([str(checkpoint), str(tmp_path / "n"), "--pipeline-stages", "2"])
 
 
 def test_the_command_takes_every_setting_of_the_engine(checkpoint: Path, tmp_path: Path) -> None:

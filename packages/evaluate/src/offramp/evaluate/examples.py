@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from offramp.common.errors import OfframpError
+from offramp.serve.bench.prompts import json_lines
 
 
 @dataclass(frozen=True)
@@ -75,29 +76,10 @@ def json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     Raises:
         OfframpError: the file cannot be read, or a line is no object.
     """
-    for number, line in enumerate(read_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as fault:
-            raise OfframpError(f"{where}, is no JSON: {fault}; mend it.") from None
+    for where, row in json_lines(path):
         if not isinstance(row, dict):
-            raise OfframpError(f"{where}, is no object; write one for each line.")
+            raise OfframpError(f"{where}, is no JSON object; write one on each line.")
         yield where, row
-
-
-def read_text(path: Path) -> str:
-    """A file as text.
-
-    Raises:
-        OfframpError: it cannot be read as such.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise OfframpError(f"{path} cannot be read as text: {fault}.") from None
 
 
 def column(where: str, row: Mapping[str, Any], name: str) -> str:

@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 from offramp.common.errors import OfframpError
 from offramp.evaluate import scores
-from offramp.evaluate.examples import Example, column, json_rows, merged, read_text, sampled
+from offramp.evaluate.examples import Example, column, json_rows, merged, sampled
 from offramp.evaluate.rouge import KINDS, rouge
+from offramp.serve.bench.prompts import read_text
 
 Kind = Literal["write", "choose", "read"]
 Scores = Mapping[str, Sequence[float]]

@@ -89,6 +89,11 @@ def model_config(
     """
     limits = EngineConfig(**engine)
     WatchSettings(**watch)
+    if limits.pipeline_stages is not None:
+        raise OfframpError(
+            f"pipeline_stages {limits.pipeline_stages} are not for TorchServe, whose worker is one process; use "
+            "`offramp serve --backend asgi`, or leave them out."
+        )
     return {
         "minWorkers": 1,
         "maxWorkers": 1,  # each worker would be an engine of its own, with its own copy of the weights
